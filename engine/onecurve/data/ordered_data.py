@@ -316,12 +316,9 @@ class OrderedData(WithPlainData):
         return self.example_batches([(0, count)])[0]
 
     def example_batches(self, spans: Sequence[tuple[int, int]], evaluates: bool = False) -> list[StepParts]:
-        """Return batches of samples, each as one part.
+        """Return a batch as one part for each of `spans`: numbers of samples in a random order, or places in a stream.
 
-        Args:
-            spans: the numbers of the first sample of each batch, and of the one after its last: in a random order, or
-                places in a stream.
-            evaluates: take samples of the first loader of the validation.
+        They are samples of training; with `evaluates`, of the first loader of the validation.
         """
         if self._training and not evaluates:
             return self._training.example_batches(spans)

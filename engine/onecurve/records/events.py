@@ -3,6 +3,8 @@
 import csv
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +53,24 @@ def append_kill(run_dir: str | Path) -> None:
     append_end(run_dir, "killed", "no end was recorded", last_written)
 
 
-def append_end(run_dir: str | Path, event: str, reason: str, seconds: float | None = None) -> None:
+def append_end(run_dir: str | Path, event: str, reason: str | None, seconds: float | None = None) -> None:
     """Append the end of a run, unless its rank zero has recorded one, or it has not started."""
     kinds = [event["event"] for event in read_events(run_dir)]
     starts_and_ends = [kind for kind in kinds if kind in (*_STARTS, *_ENDS)]  # other events may follow a start
     if starts_and_ends and starts_and_ends[-1] in _STARTS:
         append_event(run_dir, event, logged_steps(run_dir), reason, seconds)
+
+
+@contextmanager
+def recorded_end(run_dir: str | Path) -> Iterator[None]:
+    """Record that an earlier process of the run was killed, if so, and then how the code in this context ends."""
+    append_kill(run_dir)
+    try:
+        yield
+    except BaseException as error:
+        append_end(run_dir, "failed", f"{type(error).__name__}: {error}".splitlines()[0])
+        raise
+    append_end(run_dir, "finished", None)
 
 
 def append_resize(run_dir: str | Path, step: int | None, size: int) -> None:

@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from signal import SIGINT, getsignal
 from typing import Any, cast
@@ -33,6 +33,7 @@ from onecurve.process.devices import resolve_devices
 from onecurve.process.rank import log_script, shorten_user_errors, tune_malloc
 from onecurve.random.dropout import use_sample_dropout
 from onecurve.random.random_functions import RandomNumbers
+from onecurve.records.events import recorded_end
 from onecurve.run.arguments import (
     acts_after_validation,
     as_list,
@@ -240,7 +241,9 @@ class Trainer(L.Trainer):
         self._recorder.begin()
         data = self._prepare("fit", model, loaders, datamodule, path)
         self._fitted = data.plain
-        with self._interruptible():
+        # The launcher of train.py records the end itself.
+        recording = recorded_end(self._folder) if self._is_script and self.is_global_zero else nullcontext()
+        with self._interruptible(), recording:
             super().fit(model, datamodule=data, ckpt_path=path, weights_only=weights_only)
         self.final_metrics |= self.callback_metrics
 

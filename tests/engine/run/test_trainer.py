@@ -33,6 +33,7 @@ from torchmetrics import MeanMetric
 import onecurve
 from onecurve.errors import UserError
 from onecurve.identity.option_kinds import experiment_options
+from onecurve.records.events import read_events
 from onecurve.run.script import _describe_options
 from tests.support.commands import ROOT
 from tests.support.comparison import check_last_checkpoints
@@ -398,6 +399,21 @@ def test_a_callback_that_would_keep_the_worst_is_named(
 ) -> None:
     trainer(folder, callbacks=[ModelCheckpoint(monitor=monitor, mode=mode)])
     assert (f"ModelCheckpoint monitors {monitor} with mode={mode}: set mode=" in caplog.text) == is_named
+
+
+def test_the_events_of_a_script(folder: Path) -> None:
+    class Dies(L.Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            raise RuntimeError("broken\nand more")
+
+    trainer(folder).fit(Boring(), loader())
+    with pytest.raises(RuntimeError):
+        trainer(folder, max_epochs=2, callbacks=[Dies()]).fit(Boring(), loader(), ckpt_path="last")
+    assert (read_events(folder)[-1]["event"], read_events(folder)[-1]["reason"]) == ("failed", "RuntimeError: broken")
+    (folder / "events.jsonl").write_text((folder / "events.jsonl").read_text().rpartition('{"time"')[0])  # as of a kill
+    trainer(folder, max_epochs=2).fit(Boring(), loader(), ckpt_path="last")
+    found = [(event["event"], event["step"]) for event in read_events(folder)]
+    assert found == [("start", 0), ("finished", 8), ("resume", 8), ("killed", 16), ("resume", 8), ("finished", 16)]
 
 
 def test_what_another_run_has_left_is_kept(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
