@@ -35,6 +35,8 @@ def num_threads() -> int:
 class BitExactness(L.Callback):
     """Evaluates virtual ranks one by one, and clips by a norm that any division of tensors has."""
 
+    _has_fast_path = True  # torch's default
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # Lightning's advice to set sync_dist=True; values are those of all virtual ranks already.
         warnings.filterwarnings("ignore", "It is recommended to use `self.log")
@@ -44,6 +46,9 @@ class BitExactness(L.Callback):
         torch.backends.mha.set_fastpath_enabled(False)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        torch.backends.mha.set_fastpath_enabled(self._has_fast_path)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         torch.backends.mha.set_fastpath_enabled(self._has_fast_path)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

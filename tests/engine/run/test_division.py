@@ -258,18 +258,22 @@ class NormalizesPadding(Vectors):
         """There is no teacher."""
 
 
-@pytest.mark.parametrize("options", [[], ["+module.is_flat=true", "virtual_ranks=1"], ["virtual_ranks=2"]], ids=str)
-@pytest.mark.parametrize("divided", DIVIDED, ids=" ".join)
+FLAT = ["+module.is_flat=true", "virtual_ranks=1"]  # of two micro-batches each is a group
+
+
+@pytest.mark.parametrize(
+    ("divided", "options"),
+    [(divided, options) for divided in DIVIDED for options in ([], ["virtual_ranks=2"])] + [(DIVIDED[0], FLAT)],
+    ids=str,
+)
 def test_padding_that_batch_normalization_counts_is_found(
     divided: list[str], options: list[str], pool: Pool, folder: Path
 ) -> None:
-    if divided == DIVIDED[1] and "virtual_ranks=1" in options:
-        pytest.skip("two micro-batches are two groups")
     words = [*OWN[:-1], f"+data._target_={__name__}.Sequences", f"+module._target_={__name__}.NormalizesPadding"]
     words += ["+data.batch_size=8", "trainer.limit_val_batches=0", *options]
     with pytest.raises((UserError, RankFailed), match="have padded theirs to different lengths: pad all"):
         fit_ranks(compose(folder, *words, *divided), pool)
-    if "virtual_ranks=1" not in options:
+    if options is not FLAT:
         fit(compose(folder / "bits", *words, "bit_exact=true"))
 
 

@@ -464,6 +464,7 @@ def test_the_best_checkpoint_is_tested(folder: Path) -> None:
 
 def test_equal_bits_need_one_way_to_evaluate_transformers(folder: Path) -> None:
     """FSDP's hooks keep torch from its fast path, whose last bits are others for some lengths of sequences."""
+    torch.backends.mha.set_fastpath_enabled(True)
     ways = list[bool]()
 
     class Watching(Boring):
