@@ -23,9 +23,6 @@ from onecurve.patches.torch import AnyBatchNorm
 class NormGroups(L.Callback):
     """Lets the batch normalization layers of any network normalize each virtual rank's samples of the global batch."""
 
-    def __init__(self) -> None:
-        self._steps = 0
-
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Change the layers before a strategy wraps, shards or splits the network.
 
@@ -48,8 +45,8 @@ class NormGroups(L.Callback):
         _average_before_saving(trainer.strategy, pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._steps = 0
-        for norm in grouped_norms(pl_module):
+        self._steps, self._norms = 0, list(grouped_norms(pl_module))
+        for norm in self._norms:
             norm.lengths.clear()  # of the rehearsal of a pipeline
 
     def on_train_batch_end(
@@ -57,11 +54,10 @@ class NormGroups(L.Callback):
     ) -> None:
         """Begin a new step."""
         data: Any = trainer.datamodule
-        norms = list(grouped_norms(pl_module))
         self._steps += 1
-        if norms and is_checked_step(self._steps):
-            _compare_lengths(norms)
-        for norm in norms:
+        if self._norms and is_checked_step(self._steps):
+            _compare_lengths(self._norms)
+        for norm in self._norms:
             norm.lengths.clear()
             if data.layout.micro_batches > 1:
                 norm.begin_step()
