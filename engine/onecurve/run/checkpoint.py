@@ -84,22 +84,23 @@ class LastCheckpoint(Checkpoint):
         return time.monotonic() - self._saved_at >= (self._time_interval or 0.0)
 
 
-def best_checkpoint(trainer: L.Trainer, monitoring: list[ModelCheckpoint]) -> str:
-    """Return the best checkpoint of a run, that of rank zero, on every rank; another process may have fitted it.
+def monitoring(trainer: L.Trainer) -> list[Any]:
+    """Return the ModelCheckpoints that have a monitor."""
+    return [one for one in trainer.checkpoint_callbacks if getattr(one, "monitor", None)]
 
-    Args:
-        trainer: the trainer; its root directory holds the run.
-        monitoring: its ModelCheckpoints that have a monitor.
-    """
-    own = monitoring[0].best_model_path or _best_of_earlier_process(trainer, monitoring[0]) if monitoring else ""
-    if not own:
+
+def best_checkpoint(trainer: L.Trainer) -> str:
+    """Return the best checkpoint of a run, that of rank zero, on every rank; another process may have fitted it."""
+    callback = next(iter(monitoring(trainer)), None)
+    own = callback and (callback.best_model_path or _best_of_earlier_process(trainer, callback))
+    if not callback or not own:
         raise UserError(
             f"no ModelCheckpoint has kept a best checkpoint in {trainer.default_root_dir}: fit with one that has a "
             "monitor, give the path of a file, or take the last weights"
         )
     path = trainer.strategy.broadcast(own)
     if dist.is_initialized() and not trainer.strategy.reduce_boolean_decision(path == own):
-        differs = f"{monitoring[0].monitor} differs between the ranks, and rank zero's is taken"
+        differs = f"{callback.monitor} differs between the ranks, and rank zero's is taken"
         _log.warning("the best checkpoint: %s: log it with sync_dist=True", differs)
     return path
 

@@ -90,8 +90,8 @@ class DivisionCheck(L.Callback):
     def _check_loss(self, trainer: L.Trainer, count: int) -> None:
         module = trainer.lightning_module
         passes, problem = _passes(trainer, "training_step", self._drawn, count)
-        self._checks_loss = trainer.strategy.reduce_boolean_decision(passes is not None)
-        if not passes or not self._checks_loss:  # the step of a module may not run in evaluation mode
+        if passes is None:  # the step of a module may not run in evaluation mode
+            self._checks_loss = False
             self.result = f"not checked whether the loss divides by samples: {problem}"
             _log.info(self.result)
             return
@@ -112,8 +112,8 @@ class DivisionCheck(L.Callback):
 
     def _check_metrics(self, trainer: L.Trainer, count: int) -> None:
         passes, problem = _passes(trainer, "validation_step", self._drawn, count)
-        self._checks_metrics = trainer.strategy.reduce_boolean_decision(passes is not None)
-        if not passes or not self._checks_metrics:  # it may communicate, or take a stream
+        if passes is None:  # it may communicate, or take a stream
+            self._checks_metrics = False
             _log.debug("not checked whether the metrics of a validation divide by samples: %s", problem)
             return
         whole, halves = passes
@@ -153,20 +153,25 @@ def _are_close(whole: _Pass, halves: list[_Pass], name: str, tolerance: float, r
 def _passes(trainer: Any, step: str, first: int, count: int) -> tuple[tuple[_Pass, list[_Pass]] | None, str]:
     """Compute the pass of `count` samples, and those of their halves, without a trace in the run.
 
+    Every rank must call it.
+
     Returns:
-        These passes, None if one raised an error; and the error.
+        These passes, None if one of any rank raised an error; and the error.
     """
     middle, last = first + count // 2, first + count
     spans = [(first, middle), (middle, last), (first, last)]
+    passes, problem = list[_Pass](), "another rank could not"
     try:
         with _as_before(trainer, trainer.lightning_module):
             batches = trainer.datamodule.example_batches(spans, evaluates=step == "validation_step")
-            *halves, whole = [
-                _pass(trainer, step, batch, end - start) for batch, (start, end) in zip(batches, spans, strict=True)
-            ]
+            for batch, (start, end) in zip(batches, spans, strict=True):
+                passes.append(_pass(trainer, step, batch, end - start))
     except Exception as error:
-        return None, str(error)
-    return (whole, halves), "another rank could not"
+        passes, problem = [], str(error)
+    if not trainer.strategy.reduce_boolean_decision(len(passes) == len(spans)):
+        return None, problem
+    *halves, whole = passes
+    return (whole, halves), ""
 
 
 def _pass(trainer: Any, step: str, batch: StepParts, samples: int) -> _Pass:

@@ -43,7 +43,7 @@ from onecurve.run.arguments import (
     named,
 )
 from onecurve.run.bit_exact import BitExactness, num_threads
-from onecurve.run.checkpoint import LastCheckpoint, best_checkpoint
+from onecurve.run.checkpoint import LastCheckpoint, best_checkpoint, monitoring
 from onecurve.run.division import DivisionCheck
 from onecurve.run.metrics import MetricStates, VirtualMetrics
 from onecurve.run.module_trainer import ExperimentWorld
@@ -222,22 +222,12 @@ class Trainer(L.Trainer):
             UserError: if the folder holds a run, which this one does not continue.
         """
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
-        monitoring: list[Any] = [one for one in self.checkpoint_callbacks if getattr(one, "monitor", None)]
-        path = best_checkpoint(self, monitoring) if ckpt_path == "best" else self._find_checkpoint(ckpt_path)
+        path = self._find_checkpoint(ckpt_path)
         if path:  # which has the learning rate; the search would train a continued run from its first step
             callbacks = cast(Any, self).callbacks
             self.callbacks = [one for one in callbacks if type(one) is not LearningRateFinder]
-        own = self._folder / CHECKPOINTS
-        of_callbacks = [one.dirpath or own for one in self.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-        folders = {Path(folder).resolve() for folder in (own, *of_callbacks)}
-        goes_on_here = ckpt_path in ("last", "best") or (path and Path(path).resolve().parent in folders)
-        if self._is_script and not goes_on_here and any(own.glob("*.ckpt")):  # on every rank: none has saved yet
-            raise UserError(
-                f"{self._folder} holds a run: continue it by fit(ckpt_path='last'), or give Trainer another "
-                "default_root_dir"
-            )
-        if path and not goes_on_here and monitoring:
-            _log.warning("the best checkpoint of the run of %s stays there: here it is that of later steps", path)
+        if self._is_script and ckpt_path not in ("last", "best"):
+            self._check_overwrites_nothing(path)
         self._recorder.begin()
         data = self._prepare("fit", model, loaders, datamodule, path)
         self._fitted = data.plain
@@ -297,10 +287,9 @@ class Trainer(L.Trainer):
         module = model or self.lightning_module
         if module is None:
             raise UserError(f"{stage}() has no module: give it one, or fit one before")
-        monitoring: list[Any] = [one for one in self.checkpoint_callbacks if getattr(one, "monitor", None)]
-        if model is None and ckpt_path is None and any(one.best_model_path for one in monitoring):
+        if model is None and ckpt_path is None and any(one.best_model_path for one in monitoring(self)):
             ckpt_path = "best"
-        path = best_checkpoint(self, monitoring) if ckpt_path == "best" else self._find_checkpoint(ckpt_path)
+        path = self._find_checkpoint(ckpt_path)
         if ckpt_path and not path:
             raise CheckpointUserError(f"{stage}(ckpt_path='last'): {self._folder} has no checkpoint: fit first")
         data = self._prepare(stage, module, {name: dataloaders}, datamodule, path)
@@ -370,13 +359,29 @@ class Trainer(L.Trainer):
             self._recorder.config = describe_script(self, module, data.plain, self._arguments, stage, ckpt_path)
         return data
 
+    def _check_overwrites_nothing(self, path: str | None) -> None:
+        """Refuse a fit, from a checkpoint or from the beginning, in the folder of a run that it does not continue."""
+        own = self._folder / CHECKPOINTS
+        of_callbacks = [one.dirpath or own for one in self.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+        if path and Path(path).resolve().parent in {Path(folder).resolve() for folder in (own, *of_callbacks)}:
+            return
+        if any(own.glob("*.ckpt")):  # on every rank: none has saved yet
+            raise UserError(
+                f"{self._folder} holds a run: continue it by fit(ckpt_path='last'), or give Trainer another "
+                "default_root_dir"
+            )
+        if path and monitoring(self):
+            _log.warning("the best checkpoint of the run of %s stays there: here it is that of later steps", path)
+
     def _find_checkpoint(self, ckpt_path: str | Path | None) -> str | None:
+        if ckpt_path == "best":
+            return best_checkpoint(self)
         if ckpt_path == "last":
             newest = self._folder / CHECKPOINTS / LAST
             return str(newest) if newest.is_file() else None
         if ckpt_path and Path(ckpt_path).exists():
             return str(checkpoint_file(Path(ckpt_path)))
-        return str(ckpt_path) if ckpt_path else None  # such as a URL, or `best`, which Lightning knows
+        return str(ckpt_path) if ckpt_path else None  # such as a URL
 
 
 def _signature() -> inspect.Signature:

@@ -90,5 +90,5 @@ def test_ranks_test_the_checkpoint_of_rank_zero(
     strategy = SimpleNamespace(broadcast=lambda _: "acc0.4.ckpt", reduce_boolean_decision=lambda equal: equal)
     trainer: Any = SimpleNamespace(checkpoint_callbacks=[callback], strategy=strategy)
     monkeypatch.setattr(checkpoint_file.dist, "is_initialized", lambda: True)
-    assert checkpoint_file.best_checkpoint(trainer, [callback]) == "acc0.4.ckpt"
+    assert checkpoint_file.best_checkpoint(trainer) == "acc0.4.ckpt"
     assert "val/acc differs between the ranks, and rank zero's is taken: log it with sync_dist=True" in caplog.text
