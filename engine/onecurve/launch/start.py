@@ -25,7 +25,7 @@ from onecurve.launch.external import connect_ranks, plan_strategy, share_config
 from onecurve.launch.outcome import exit_rank, run_recorded
 from onecurve.launch.workers import launch_workers, run_rank
 from onecurve.process.rank import detect_cluster_environment
-from onecurve.process.ranks import check_tasks_are_started, is_started_by_torchrun
+from onecurve.process.ranks import check_tasks_are_started, launcher
 from onecurve.process.signals import die_with_parent
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _join_started_ranks(
 ) -> dict[str, float]:
     """Run this process as one of the ranks that torchrun or SLURM started; only rank zero prints a user error."""
     rank = env.global_rank()
-    if is_started_by_torchrun():  # it leaves its ranks behind if it is killed: they save, and end
+    if launcher() == "torchrun":  # it leaves its ranks behind if it is killed: they save, and end
         die_with_parent(os.getppid(), signal.SIGTERM)
     try:
         store = connect_ranks(env)  # it lives as long as the run, because the process group may use its server

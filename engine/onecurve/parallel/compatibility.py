@@ -12,7 +12,7 @@ from onecurve.errors import UserError, check_choice
 from onecurve.parallel.ddp import auto
 from onecurve.parallel.sharded_state import ShardedStateStrategy
 from onecurve.patches.torch import has_gradient_hook
-from onecurve.process.ranks import is_started_by_torchrun
+from onecurve.process.ranks import launcher
 from onecurve.targets import locate
 
 _STRATEGIES = {
@@ -81,7 +81,7 @@ def check_callbacks(trainer: L.Trainer) -> None:
 def check_parts(trainer: Any, module: L.LightningModule) -> None:
     """Check that the steps of a `onecurve.Trainer` can be divided into micro-batches, or virtual ranks one by one."""
     accumulate, devices = trainer.accumulate, trainer.num_devices * trainer.num_nodes
-    started = int(os.environ["WORLD_SIZE"]) if is_started_by_torchrun() else devices
+    started = int(os.environ["WORLD_SIZE"]) if launcher() == "torchrun" else devices
     if started != devices:
         raise UserError(
             f"torchrun has started {started} processes, but devices={trainer.num_devices} and num_nodes="

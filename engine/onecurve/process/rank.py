@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from onecurve.errors import UserError, in_python
 from onecurve.patches.torch import set_timeout_of_all_groups
-from onecurve.process.ranks import is_started_by_srun, is_started_by_torchrun
+from onecurve.process.ranks import launcher
 
 if TYPE_CHECKING:
     import lightning as L
@@ -59,11 +59,11 @@ _SHOWN = ("onecurve.", "src.", "lightning.pytorch.callbacks.model_summary")
 
 def detect_cluster_environment() -> ClusterEnvironment | None:
     """Return the environment of torchrun or SLURM, or None if neither started this process as one of several ranks."""
-    if not (is_started_by_torchrun() or is_started_by_srun()):
+    if launcher() is None:
         return None
     from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
-    if is_started_by_torchrun():
+    if launcher() == "torchrun":
         return TorchElasticEnvironment()
     if "SLURM_NTASKS_PER_NODE" not in os.environ:  # which Lightning requires
         raise UserError("srun started several tasks: give it --ntasks-per-node in place of --ntasks")
@@ -201,7 +201,7 @@ def cores_per_rank(ranks: int) -> int:
     GPU ranks need them as well, for data that is read or transformed on the host. A rank that SLURM started has cores
     of its own.
     """
-    if "SLURM_CPUS_PER_TASK" in os.environ and not is_started_by_torchrun():
+    if "SLURM_CPUS_PER_TASK" in os.environ and launcher() != "torchrun":
         return int(os.environ["SLURM_CPUS_PER_TASK"])
     return len(usable_cores()) // ranks
 

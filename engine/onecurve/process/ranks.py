@@ -9,18 +9,16 @@ OF_A_RANK = ["RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOC
 OF_A_RANK += ["MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID"]
 
 
-def is_started_by_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def is_started_by_srun() -> bool:
-    """Return whether this process is one of several tasks that srun has started, not the script of their job."""
-    return _has_tasks() and "SLURM_STEP_ID" in os.environ
+def launcher() -> str | None:
+    """Return `torchrun` or `srun`, if it has started this process as one of several ranks; otherwise None."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return "torchrun"
+    return "srun" if _has_tasks() and "SLURM_STEP_ID" in os.environ else None  # not the script of a job
 
 
 def check_tasks_are_started() -> None:
     """Raise a UserError in a job with several tasks whose script starts this process itself, without srun."""
-    if _has_tasks() and not (is_started_by_srun() or is_started_by_torchrun()):
+    if _has_tasks() and launcher() is None:
         raise UserError(
             f"the job has several tasks (SLURM_NTASKS={os.environ['SLURM_NTASKS']}), but no srun started them: start "
             "`srun python train.py ...`, or ask for one task"
@@ -29,14 +27,14 @@ def check_tasks_are_started() -> None:
 
 def started_rank() -> int:
     """Return the rank that torchrun or srun gave this process; zero if neither started it, whatever its shell sets."""
-    if is_started_by_torchrun():
+    if launcher() == "torchrun":
         return int(os.environ.get("RANK", 0))
-    return int(os.environ.get("SLURM_PROCID", 0)) if is_started_by_srun() else 0
+    return int(os.environ.get("SLURM_PROCID", 0)) if launcher() == "srun" else 0
 
 
 def forget_other_ranks() -> None:
     """Remove the variables of a rank from a process that no launcher has started."""
-    if not (is_started_by_torchrun() or is_started_by_srun()):
+    if launcher() is None:
         for name in OF_A_RANK:
             os.environ.pop(name, None)
 
