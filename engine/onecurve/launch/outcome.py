@@ -25,7 +25,7 @@ from onecurve.config.jobs import is_sweep
 from onecurve.errors import UserError
 from onecurve.process.layer_calls import first_different_calls
 from onecurve.process.rank import log_file, report_error
-from onecurve.process.signals import Stopped
+from onecurve.process.signals import RESIZE, Stopped
 from onecurve.records.events import append_end, append_event, append_kill, logged_steps
 from onecurve.records.files import named_lock, read_json_lines
 
@@ -173,7 +173,7 @@ def record_restart(run_dir: str, end: RankFailedError | Stopped, reason: str = "
 
 def _event_and_reason(error: BaseException) -> tuple[str, str]:
     if isinstance(error, Stopped):
-        return "stopped", Signals(error.number).name
+        return "stopped", "other devices" if error.number == RESIZE else Signals(error.number).name
     if isinstance(error, KeyboardInterrupt):
         return "stopped", SIGINT.name
     lines = str(error).strip().splitlines() or [""]

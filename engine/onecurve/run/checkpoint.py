@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from onecurve.checkpoint.io import read_checkpoint
-from onecurve.checkpoint.run_files import CHECKPOINTS, LAST
+from onecurve.checkpoint.run_files import CHECKPOINTS, LAST, checkpoint_file, newest_checkpoint
 from onecurve.errors import UserError
 from onecurve.observe.steps import RankConsensus, trained_steps
 
@@ -87,6 +87,35 @@ class LastCheckpoint(Checkpoint):
 def monitoring(trainer: L.Trainer) -> list[Any]:
     """Return the ModelCheckpoints that have a monitor."""
     return [one for one in trainer.checkpoint_callbacks if getattr(one, "monitor", None)]
+
+
+def check_overwrites_nothing(trainer: L.Trainer, path: str | None) -> None:
+    """Refuse a fit, from a checkpoint or from the beginning, in the folder of a run that it does not continue."""
+    own = Path(trainer.default_root_dir) / CHECKPOINTS
+    of_callbacks = [one.dirpath or own for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+    if path and Path(path).resolve().parent in {Path(folder).resolve() for folder in (own, *of_callbacks)}:
+        return
+    if any(own.glob("*.ckpt")):  # on every rank: none has saved yet
+        raise UserError(
+            f"{trainer.default_root_dir} holds a run: continue it by fit(ckpt_path='last'), or give Trainer another "
+            "default_root_dir"
+        )
+    if path and monitoring(trainer):
+        _log.warning("the best checkpoint of the run of %s stays there: here it is that of later steps", path)
+
+
+def find_checkpoint(trainer: L.Trainer, ckpt_path: str | Path | None) -> str | None:
+    """Return the file that `ckpt_path` names; None for `last` in a folder without a checkpoint."""
+    if ckpt_path is None:
+        return None
+    if ckpt_path == "best":
+        return best_checkpoint(trainer)
+    folder = Path(trainer.default_root_dir if ckpt_path == "last" else ckpt_path)
+    if newest := newest_checkpoint(folder):
+        return str(newest)
+    if ckpt_path == "last":
+        return None
+    return str(checkpoint_file(folder) if folder.is_dir() else ckpt_path)  # which may be a URL
 
 
 def best_checkpoint(trainer: L.Trainer) -> str:

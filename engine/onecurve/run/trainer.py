@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from signal import SIGINT, getsignal
 from typing import Any, cast
+from unittest import mock
 
 import lightning as L
 import torch
@@ -21,7 +22,7 @@ from omegaconf import DictConfig
 
 from onecurve.checkpoint.io import AtomicCheckpointIO
 from onecurve.checkpoint.resumption import ExactResumption
-from onecurve.checkpoint.run_files import CHECKPOINTS, LAST, checkpoint_file
+from onecurve.checkpoint.run_files import CHECKPOINTS
 from onecurve.data.module_data import GivenLoaders, ModuleData
 from onecurve.data.ordered_data import OrderedData
 from onecurve.errors import CheckpointUserError, UserError
@@ -43,7 +44,7 @@ from onecurve.run.arguments import (
     named,
 )
 from onecurve.run.bit_exact import BitExactness, num_threads
-from onecurve.run.checkpoint import LastCheckpoint, best_checkpoint, monitoring
+from onecurve.run.checkpoint import LastCheckpoint, check_overwrites_nothing, find_checkpoint, monitoring
 from onecurve.run.division import DivisionCheck
 from onecurve.run.metrics import MetricStates, VirtualMetrics
 from onecurve.run.module_trainer import ExperimentWorld
@@ -132,7 +133,8 @@ class Trainer(L.Trainer):
         self._folder = folder = Path(default_root_dir or _FOLDER)
         if bit_exact:
             torch.set_num_threads(num_threads())
-        L.seed_everything(seed, verbose=False)
+        with mock.patch.dict(os.environ):  # or a later trainer would take its variable for the user's seed
+            L.seed_everything(seed, verbose=False)
         accelerator, devices = resolve_devices(accelerator, devices)
         needs_determinism = bit_exact and accelerator != "cpu"
         is_double = kwargs.get("precision") == "64-true"  # Lightning accepts this name with some strategies only
@@ -222,18 +224,16 @@ class Trainer(L.Trainer):
             UserError: if the folder holds a run, which this one does not continue.
         """
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
-        path = self._find_checkpoint(ckpt_path)
+        path = find_checkpoint(self, ckpt_path)
         if path:  # which has the learning rate; the search would train a continued run from its first step
             callbacks = cast(Any, self).callbacks
             self.callbacks = [one for one in callbacks if type(one) is not LearningRateFinder]
         if self._is_script and ckpt_path not in ("last", "best"):
-            self._check_overwrites_nothing(path)
+            check_overwrites_nothing(self, path)
         self._recorder.begin()
         data = self._prepare("fit", model, loaders, datamodule, path)
         self._fitted = data.plain
-        # The launcher of train.py records the end itself.
-        recording = recorded_end(self._folder) if self._is_script and self.is_global_zero else nullcontext()
-        with self._interruptible(), recording:
+        with self._stage():
             super().fit(model, datamodule=data, ckpt_path=path, weights_only=weights_only)
         self.final_metrics |= self.callback_metrics
 
@@ -289,23 +289,28 @@ class Trainer(L.Trainer):
             raise UserError(f"{stage}() has no module: give it one, or fit one before")
         if model is None and ckpt_path is None and any(one.best_model_path for one in monitoring(self)):
             ckpt_path = "best"
-        path = self._find_checkpoint(ckpt_path)
+        path = find_checkpoint(self, ckpt_path)
         if ckpt_path and not path:
             raise CheckpointUserError(f"{stage}(ckpt_path='last'): {self._folder} has no checkpoint: fit first")
         data = self._prepare(stage, module, {name: dataloaders}, datamodule, path)
         if path and not self._is_script:  # which shows Lightning's own lines
             _log.info("%s: the weights of %s", stage, path)
-        with self._interruptible():
+        with self._stage():
             result = getattr(super(), stage)(module, datamodule=data, ckpt_path=path, **options)
         self.final_metrics |= self.callback_metrics
         return result
 
     @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """In a notebook, let a signal end this stage, and not the later ones or the kernel."""
+    def _stage(self) -> Iterator[None]:
+        """Record how a stage of a script ends; in a notebook, let a signal end it, not the later ones or the kernel.
+
+        The launcher of train.py records the end of a run itself.
+        """
+        recording = recorded_end(self._folder) if self._is_script and self.is_global_zero else nullcontext()
         handlers: dict[int, Any] = {number: getsignal(number) for number in signals.SIGNALS}
         try:
-            yield
+            with recording:
+                yield
         except signals.Stopped as stopped:
             if not (self._is_script and hasattr(sys, "ps1")):
                 raise
@@ -358,30 +363,6 @@ class Trainer(L.Trainer):
         if self._is_script:
             self._recorder.config = describe_script(self, module, data.plain, self._arguments, stage, ckpt_path)
         return data
-
-    def _check_overwrites_nothing(self, path: str | None) -> None:
-        """Refuse a fit, from a checkpoint or from the beginning, in the folder of a run that it does not continue."""
-        own = self._folder / CHECKPOINTS
-        of_callbacks = [one.dirpath or own for one in self.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-        if path and Path(path).resolve().parent in {Path(folder).resolve() for folder in (own, *of_callbacks)}:
-            return
-        if any(own.glob("*.ckpt")):  # on every rank: none has saved yet
-            raise UserError(
-                f"{self._folder} holds a run: continue it by fit(ckpt_path='last'), or give Trainer another "
-                "default_root_dir"
-            )
-        if path and monitoring(self):
-            _log.warning("the best checkpoint of the run of %s stays there: here it is that of later steps", path)
-
-    def _find_checkpoint(self, ckpt_path: str | Path | None) -> str | None:
-        if ckpt_path == "best":
-            return best_checkpoint(self)
-        if ckpt_path == "last":
-            newest = self._folder / CHECKPOINTS / LAST
-            return str(newest) if newest.is_file() else None
-        if ckpt_path and Path(ckpt_path).exists():
-            return str(checkpoint_file(Path(ckpt_path)))
-        return str(ckpt_path) if ckpt_path else None  # such as a URL
 
 
 def _signature() -> inspect.Signature:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from onecurve.config.folder import CONFIG, newest_checkpoint, run_folder, unique_name
+from onecurve.checkpoint.run_files import newest_checkpoint
+from onecurve.config.folder import CONFIG, run_folder, unique_name
 from onecurve.records.events import read_events
 from tests.support.commands import PARITY, TINY, error_line, run_here, slurm_task, steps
 from tests.support.experiments import SHORT, SHORT_EPOCH

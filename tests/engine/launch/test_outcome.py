@@ -12,6 +12,8 @@ from onecurve.config.folder import PROJECT
 from onecurve.errors import UserError
 from onecurve.launch import outcome
 from onecurve.process.rank import log_file
+from onecurve.process.signals import RESIZE, Stopped
+from onecurve.records.events import append_event, read_events
 
 LOST = "RuntimeError: gloo: connection closed by peer"
 
@@ -112,3 +114,9 @@ def test_a_value_for_debugging_that_crashes_torch_is_named(tmp_path: Path, monke
     assert "unset" not in str(first_failure(tmp_path, -11))
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     assert "rank 0 died (exit code); unset TORCH_DISTRIBUTED_DEBUG=DETAIL; its log" in str(first_failure(tmp_path, -11))
+
+
+def test_ranks_that_make_room_for_a_device_have_got_no_signal(tmp_path: Path) -> None:
+    append_event(tmp_path, "start", 0)
+    outcome.record_restart(str(tmp_path), Stopped(RESIZE))
+    assert [event["reason"] for event in read_events(tmp_path)] == [None, "other devices", "other devices"]

@@ -416,6 +416,20 @@ def test_the_events_of_a_script(folder: Path) -> None:
     assert found == [("start", 0), ("finished", 8), ("resume", 8), ("killed", 16), ("resume", 8), ("finished", 16)]
 
 
+def test_the_events_of_a_script_that_only_evaluates(folder: Path) -> None:
+    trainer(folder).test(Boring(), loader())
+    trainer(folder).fit(Boring(), loader(), ckpt_path="last")
+    assert [event["event"] for event in read_events(folder)] == ["start", "finished", "start", "finished"]
+
+
+def test_a_corrupt_checkpoint_is_passed_over(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer(folder, max_epochs=2).fit(Boring(), loader())
+    (folder / "checkpoints" / "last.ckpt").write_bytes(b"cut")
+    trainer(folder, max_epochs=3).fit(Boring(), loader(), ckpt_path="last")
+    assert [(event["event"], event["step"]) for event in read_events(folder)][-2:] == [("resume", 8), ("finished", 24)]
+    assert "last.ckpt is not a complete checkpoint" in capsys.readouterr().err
+
+
 def test_what_another_run_has_left_is_kept(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     def best() -> list[L.Callback]:
         return [ModelCheckpoint(monitor="val_loss", filename="best")]
@@ -646,6 +660,12 @@ def test_ranks_begin_with_the_same_weights(pool: Pool, folder: Path) -> None:
 def test_the_seed_is_that_of_seed_everything(folder: Path) -> None:
     L.seed_everything(7, verbose=False)
     assert trainer(folder, seed=None).seed == 7
+
+
+def test_the_seed_of_one_trainer_is_not_that_of_the_next(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    trainer(folder, seed=7)
+    assert trainer(folder, seed=None).seed == 0
 
 
 def test_a_script_is_told_what_the_run_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
