@@ -15,6 +15,7 @@ from onecurve.errors import UserError
 def main() -> int:
     """Do what the command line asks for; return the exit code of the process.
 
+    A run that fails raises SystemExit, and so does one that stops after a signal (`signals.Stopped`).
     Heavy imports are late: the workers of a run import this file too, and `--help` should not take seconds.
     """
     register_resolvers()

@@ -127,18 +127,21 @@ def first_failure(failed: Any, run_dir: str, reports: Path) -> Exception:
             f"a rank took no step within launch.timeout: the logs in {run_dir}/logs have the stacks of the ranks that "
             "could write them"
         )
+    return _first_report(reports, run_dir) or died
+
+
+def _first_report(reports: Path, run_dir: str) -> Exception | None:
+    """Return the error that a rank reported first, if any did."""
     for file in sorted(reports.rglob("error.json"), key=lambda file: file.stat().st_mtime_ns):
         for line in read_json_lines(file):  # none, if the rank was killed while it wrote them
-            error = line["message"]
+            error, rank = line["message"], int(file.parent.name)
             # Lightning's spawn launcher puts a worker's traceback before its user error.
             _, is_for_user, message = error["message"].rpartition(f"{UserError.__name__}: ")
             if is_for_user:
                 return UserError(message.strip())
-            rank = int(file.parent.name)
-            trace = error["extraInfo"]["py_callstack"]
-            log = log_file(run_dir, rank)
+            log, trace = log_file(run_dir, rank), error["extraInfo"]["py_callstack"]
             return RankFailedError(f"rank {rank} failed ({error['message']}); its log is {log}\n{trace}")
-    return died
+    return None
 
 
 @contextlib.contextmanager
@@ -179,6 +182,7 @@ def _event_and_reason(error: BaseException) -> tuple[str, str]:
     lines = str(error).strip().splitlines() or [""]
     if isinstance(error, RankFailedError):  # stacks follow in further lines
         return "killed" if isinstance(error, RankDiedError) else "failed", lines[0]
+    # A user error may be the cause of a longer one, which ends with it.
     return "failed", lines[-1] if isinstance(error, UserError) else f"{type(error).__name__}: {lines[-1]}"
 
 
