@@ -30,7 +30,7 @@ class AnyClass(Protocol):
 
 
 class Module(Protocol):
-    """A LightningModule. `onecurve.Module` is a base class that has the first two.
+    """A LightningModule. `onecurve.Module` is a base class with `takes_batch`.
 
     Attributes:
         net: the network. Pipelines, `dp` and plans need it; its blocks, an `nn.Sequential` or a list, are where a
