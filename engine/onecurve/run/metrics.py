@@ -66,16 +66,14 @@ class VirtualMetrics(L.Callback):
     on_sanity_check_start = on_train_start = _begin
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin new means; a validation outside of a fit has its own metrics, too."""
-        if trainer.state.fn == "validate":
+        """Begin new means; an evaluation outside of a fit has its own metrics, too."""
+        if trainer.state.fn != "fit":
             self._begin(trainer, pl_module)
         for name, result in self.means.items():
             self._states.pop(name, None)
             set_states(result, _initial_state(result))
 
-    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._begin(trainer, pl_module)
-        self.on_validation_start(trainer, pl_module)
+    on_test_start = on_validation_start
 
     def add_mean(self, name: str, result: Any) -> None:
         """Manage a mean that Lightning makes of a value logged in evaluation."""

@@ -19,6 +19,7 @@ from torchmetrics import Metric
 from onecurve.errors import DivergedUserError, UserError
 from onecurve.network.tensors import to_local
 from onecurve.observe.steps import is_log_point, trained_steps
+from onecurve.parallel.gather import gather_objects
 from onecurve.parallel.norm_groups import NormGroups
 from onecurve.patches.lightning_loops import (
     CheckpointConnector,
@@ -145,9 +146,7 @@ def _check_virtual(virtual: VirtualMetrics, name: str, value: Any, options: dict
         )
     if virtual.is_in_pass or not (options["sync_dist"] and isinstance(value, Tensor) and dist.is_initialized()):
         return
-    values = [0.0] * dist.get_world_size()
-    dist.all_gather_object(values, float(value))
-    if any(other != value and not math.isnan(other) for other in values):
+    if any(other != value and not math.isnan(other) for other in gather_objects(float(value))):
         raise UserError(
             f"bit_exact=true: {name} is logged outside of a step of the module, and processes have different values, "
             "from the batches that each has seen: log it in the step, or as a metric of torchmetrics"
@@ -299,10 +298,7 @@ class MonitorCheck(L.Callback):
 
     def _check_reduction(self, own: dict[str, float]) -> None:
         """Compare the values of the ranks: callbacks follow that of rank zero, and schedules each their own."""
-        ranks = [own]
-        if dist.is_initialized():
-            ranks = [own] * dist.get_world_size()
-            dist.all_gather_object(ranks, own)
+        ranks = gather_objects(own)
         for name, monitor in self._of_validation.items():
             if len({str(rank.get(monitor)) for rank in ranks}) > 1:
                 problem = (
@@ -328,11 +324,10 @@ class FiniteCheck(L.Callback):
                 raise _divergence(trainer, f"train/loss is {loss}")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Let all ranks compute the metrics of the epoch, which communicate, before rank zero's progress bar does."""
+        """Let all ranks compute the metrics, which communicate, before rank zero's progress bar does."""
         _ = trainer.callback_metrics
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        _ = trainer.callback_metrics
+    on_validation_end = on_train_epoch_end
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         for name, tensor in checkpoint["state_dict"].items():
