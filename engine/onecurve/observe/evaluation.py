@@ -28,10 +28,7 @@ class Evaluation(L.Callback):
     The module's `validation_step` and `test_step` return the (n, classes) logits of their batch.
     """
 
-    def __init__(self) -> None:
-        self._confusion: MulticlassConfusionMatrix
-        self._calibration: MulticlassCalibrationError
-        self._loaded_step: int | None = None  # the step of the checkpoint that is tested, if one is loaded
+    _loaded_step: int | None = None  # the step of the checkpoint that is tested, if one is loaded
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         data: Any = trainer.datamodule
@@ -50,13 +47,7 @@ class Evaluation(L.Callback):
             self._loaded_step = checkpoint.get("position", {"steps": checkpoint["global_step"]})["steps"]
 
     def on_validation_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *_: Any, **__: Any
     ) -> None:
         """Add a batch: a Batch, or a pair of images and targets without the padding."""
         expected = (len(batch[0]), self._confusion.num_classes)
