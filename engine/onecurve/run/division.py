@@ -3,7 +3,7 @@
 import logging
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any, NamedTuple
 from unittest import mock
@@ -33,15 +33,10 @@ _DRAWS = 3  # of samples, after the first step
 
 
 class _Pass(NamedTuple):
-    """What a step computed of some samples.
+    """What a step computed of some samples."""
 
-    Attributes:
-        values: the loss, or what was logged, each with its weight in a mean.
-        states: those of NumPy's and Python's generators after it.
-    """
-
-    values: dict[str, tuple[float, int]]
-    states: Any
+    values: dict[str, tuple[float, int]]  # the loss, or what was logged, each with its weight in a mean
+    states: Any  # of NumPy's and Python's generators after it
 
 
 class DivisionCheck(L.Callback):
@@ -206,18 +201,19 @@ def _logged_means(calls: list[Any], samples: int) -> Iterator[tuple[str, tuple[f
 @contextmanager
 def _as_before(trainer: Any, module: L.LightningModule) -> Iterator[None]:
     """Undo what the check does: to the generators, the samples of the step, and the module."""
-    data, random_before = trainer.datamodule, dict(vars(sample_random))
-    parts = data.parts
-    with ExitStack() as stack:
-        for context in (isolate_rng(), torch.no_grad(), set_mode(module, training=False), unchanged(module.modules())):
-            stack.enter_context(context)
-        stack.enter_context(without_log(module))
-        stack.enter_context(mock.patch.multiple(trainer.strategy, reduce=_communicates, all_gather=_communicates))
+    data, parts = trainer.datamodule, trainer.datamodule.parts
+    with (
+        isolate_rng(),
+        torch.no_grad(),
+        set_mode(module, training=False),
+        unchanged(module.modules()),
+        without_log(module),
+        mock.patch.multiple(trainer.strategy, reduce=_communicates, all_gather=_communicates),
+        mock.patch.dict(vars(sample_random)),
+    ):
         try:
             yield
         finally:
-            vars(sample_random).clear()
-            vars(sample_random).update(random_before)
             data.parts = parts
             data.end_parts()
 

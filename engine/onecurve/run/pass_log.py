@@ -51,14 +51,10 @@ class PassLog:
         rows = []
         for number, (names, loss) in enumerate(zip(self._hashes, self._losses, strict=True)):
             cells = [0.0 if loss is None else loss, names]
-            for _, logged in self._in_order():
+            for _, logged in sorted(self._logged.items()):  # by unique names: in one order on all processes
                 cells += logged.cells(number)
             rows.append(torch.stack([self._to_cell(value) for value in cells]))
         return torch.stack(rows)
-
-    def _in_order(self) -> list[tuple[tuple[str, str, int], "_Logged"]]:
-        """Return what is logged in an order that all processes have."""
-        return sorted(self._logged.items(), key=lambda item: item[0])
 
     def _to_cell(self, value: Any) -> Tensor:
         if isinstance(value, Tensor):
@@ -74,7 +70,7 @@ class PassLog:
             is_complete: whether the table has the passes of all processes.
         """
         columns = table[:, _FIRST_COLUMNS:].T
-        for number, ((fx, name, _), logged) in enumerate(self._in_order()):
+        for number, ((fx, name, _), logged) in enumerate(sorted(self._logged.items())):
             values, weights = columns[2 * number : 2 * number + 2]
             results.log(fx, name, logged.of_step(values, weights), **logged.arguments(weights, is_complete))
 

@@ -68,7 +68,6 @@ class PredictionWriter(BasePredictionWriter):
         highest, classes = (values.tolist() for values in probabilities.max(1))
         rows = zip(index.tolist(), classes, highest, strict=True)
         predicted = {number: (label, probability) for number, label, probability in rows if number >= 0}
-        self.file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.file) as temporary, temporary.open("w", newline="") as stream:
             writer = csv.writer(stream)
             writer.writerow(["file", "class", "probability"])
@@ -105,7 +104,6 @@ class SamplePredictions(L.Callback):
         if not trainer.is_global_zero:
             return
         loaders = [[batch for rank in ranks for batch in rank[number]] for number in sorted(self._batches)]
-        self.file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.file) as temporary:
             torch.save([_in_order(batches) for batches in loaders], temporary)
         _log.info("the predictions are in %s", self.file)

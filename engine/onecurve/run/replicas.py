@@ -34,8 +34,7 @@ class EqualWeights(L.Callback):
         UserError: if they differ, as those of a module that was built before the trainer.
     """
 
-    def __init__(self) -> None:
-        self._seen: L.LightningModule | None = None  # which a strategy may have sharded or split since
+    _seen: L.LightningModule | None = None  # which a strategy may have sharded or split since
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         is_new, self._seen = self._seen is not pl_module, pl_module
@@ -56,8 +55,7 @@ class ReplicaCheck(L.Callback):
     validation, whose forward pass lets DDP replace the buffers by those of rank zero.
     """
 
-    def __init__(self) -> None:
-        self._has_warned = False
+    _has_warned = False
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if is_log_point(trainer, trained_steps(trainer)):
@@ -189,25 +187,20 @@ class BufferCheck(L.Callback):
     `onecurve/parallel/batch_norm.py` takes care of batch normalization.
     """
 
-    def __init__(self) -> None:
-        self._before: dict[str, Tensor] | None = None
-        self._is_due = False
-
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._is_due = trainer.datamodule.layout.micro_batches > 1
+        self._before: dict[str, Tensor] = {}
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if self._is_due and self._before is None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if self._is_due:
             self._before = {name: buffer.clone() for name, buffer in _divided_buffers(trainer, pl_module).items()}
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         if not self._is_due:
             return
-        self._is_due, before = False, self._before or {}
+        self._is_due = False
         now = _divided_buffers(trainer, pl_module)  # with those that the network has made in its first pass
-        changed = [name for name in before if not are_equal(now[name], before[name])]
+        changed = [name for name, before in self._before.items() if not are_equal(now[name], before)]
         # All must stop, also the ranks of a pipeline that do not have the buffer.
         for name in sorted(set().union(*gather_objects(changed))):
             raise UserError(

@@ -90,7 +90,6 @@ class Watchdog(L.Callback):
             raise UserError(f"launch.timeout={timeout}: give a number of seconds above zero")
         self.folder, self.timeout = folder, timeout
         self._rank_log: TextIO | None = None  # open while the timer runs
-        self._last_start = 0.0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         set_timeouts_after(self.timeout)
