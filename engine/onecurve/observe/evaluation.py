@@ -28,8 +28,6 @@ class Evaluation(L.Callback):
     The module's `validation_step` and `test_step` return the (n, classes) logits of their batch.
     """
 
-    _loaded_step: int | None = None  # the step of the checkpoint that is tested, if one is loaded
-
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         data: Any = trainer.datamodule
         if not hasattr(data, "classes"):
@@ -39,6 +37,7 @@ class Evaluation(L.Callback):
             )
         self._confusion = MulticlassConfusionMatrix(len(data.classes), validate_args=False)
         self._calibration = MulticlassCalibrationError(len(data.classes), n_bins=15, validate_args=False)
+        self._loaded_step: int | None = None  # the step of the checkpoint that is tested, if one is loaded
         # A batch before training shows whether the module returns its logits.
         trainer.num_sanity_val_steps = trainer.num_sanity_val_steps or 1
 
