@@ -116,7 +116,6 @@ def _clone(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _local_tensors(module: L.LightningModule) -> dict[str, Tensor]:
-    """Return the module's tensors, or this rank's shards of them."""
     return {name: to_local(tensor) for name, tensor in module.state_dict().items()}
 
 

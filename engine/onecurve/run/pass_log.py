@@ -19,11 +19,8 @@ _FIRST_COLUMNS = 2  # of the table: the loss of a pass, and a hash of the names 
 class PassLog:
     """Gathers what `training_step` logs in each pass, and logs the mean, sum, maximum or minimum of the passes.
 
-    A metric object is logged once; its value of the step is the mean over the passes. The values are in a table with a
-    row for each pass, which processes can exchange.
-
-    Args:
-        device: device of the table.
+    A metric object is logged once; its value of the step is the mean over the passes. The values are in a table on
+    `device` with a row for each pass, which processes can exchange.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,7 +37,6 @@ class PassLog:
         self._logged.setdefault(key, _Logged()).add(len(self._losses), value, options)
 
     def end_pass(self, loss: Tensor | None) -> None:
-        """End a pass with this loss."""
         content = repr((sorted(self._calls.items()), loss is None))
         self._hashes.append(zlib.crc32(content.encode()) & 0xFFFFFF)  # float32 represents it
         self._losses.append(loss)

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -33,8 +33,8 @@ class PredictedSamples(L.Callback):
         self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if any(isinstance(one, BasePredictionWriter) for one in trainer.callbacks):
-            loop, data = trainer.predict_loop, cast(Any, trainer.datamodule)
-            loop.current_batch_indices = data.sample_index.tolist()
+            loop = trainer.predict_loop
+            loop.current_batch_indices = trainer.datamodule.sample_index.tolist()
             loop.epoch_batch_indices[dataloader_idx].append(loop.current_batch_indices)
 
 

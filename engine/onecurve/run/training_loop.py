@@ -1,13 +1,10 @@
-"""Changes of Lightning's training loop: what is logged and when, and layers that a module makes late.
-
-The callbacks check monitored metrics and divergence.
-"""
+"""Changes of Lightning's training loop: logs, late layers, and checks of monitored metrics and of divergence."""
 
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import torch
@@ -181,7 +178,7 @@ class _LogPoints(LoggerConnector):
         return super().should_update_logs or (self.trainer.training and is_log_point(self.trainer, steps + 1))
 
     def samples_of_batch(self) -> int | None:
-        data: Any = cast(Any, self.trainer).datamodule
+        data: Any = self.trainer.datamodule
         sizes = [part.size for part in (data.parts[:1] if data.bit_exact else data.parts)]  # as hooks get the batch
         return None if None in sizes else sum(sizes)
 
