@@ -192,13 +192,14 @@ def _logged_means(calls: list[Any], samples: int) -> Iterator[tuple[str, tuple[f
 def _as_before(trainer: Any, module: L.LightningModule) -> Iterator[None]:
     """Undo what the check does: to the generators, the samples of the step, and the module."""
     data, parts = trainer.datamodule, trainer.datamodule.parts
+    refuse = mock.Mock(side_effect=RuntimeError("it communicates between ranks"))
     with (
         isolate_rng(),
         torch.no_grad(),
         set_mode(module, training=False),
         unchanged(module.modules()),
         without_log(module),
-        mock.patch.multiple(trainer.strategy, reduce=_communicates, all_gather=_communicates),
+        mock.patch.multiple(trainer.strategy, reduce=refuse, all_gather=refuse),
         mock.patch.dict(vars(sample_random)),
     ):
         try:
@@ -206,7 +207,3 @@ def _as_before(trainer: Any, module: L.LightningModule) -> Iterator[None]:
         finally:
             data.parts = parts
             data.end_parts()
-
-
-def _communicates(*_: Any, **__: Any) -> None:
-    raise RuntimeError("it communicates between ranks")

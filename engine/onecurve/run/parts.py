@@ -25,7 +25,7 @@ from onecurve.parallel.batch_norm import grouped_norms
 from onecurve.parallel.virtual_ranks import VirtualRanks
 from onecurve.patches.lightning_loops import Closure, ClosureResult, Optimization, gradient_sync, results_of
 from onecurve.random.random_functions import RandomNumbers, sample_random
-from onecurve.run.hidden_state import HiddenState
+from onecurve.run.hidden_state import check_hidden_state, hidden_state
 from onecurve.run.metrics import VirtualMetrics
 from onecurve.run.pass_log import PassLog, have_equal_names
 
@@ -53,7 +53,7 @@ class StepInParts(Optimization):
         plugin, module = trainer.precision_plugin, trainer.lightning_module
         zero_grad, backward = self.gradient_reset(step, optimizer), self.backward_pass(optimizer)
         # Only the first step of a run is checked for what a pass changes unseen.
-        hidden = HiddenState(module) if step == 0 and trainer.current_epoch == 0 else None
+        hidden = hidden_state(module) if step == 0 and trainer.current_epoch == 0 else None
         passes = _VirtualRankPasses(trainer, step) if data.bit_exact else _MicroBatchPasses(trainer)
         # `post_backward` calls `on_after_backward`, which waits for the complete gradient.
         with mock.patch.object(plugin, "post_backward", lambda loss, module: loss.detach()):
@@ -62,8 +62,8 @@ class StepInParts(Optimization):
                     with results.divert(log):
                         output = self.forward_pass(kwargs | {"batch": part.batch})
                     if number == 0:
-                        if hidden:
-                            hidden.check()
+                        if hidden is not None:
+                            check_hidden_state(module, hidden)
                         if zero_grad:
                             zero_grad()
                         passes.keep_gradients()
