@@ -28,12 +28,9 @@ def hidden_state(module: nn.Module) -> dict[str, Any]:
 
 
 def check_hidden_state(module: nn.Module, before: dict[str, Any]) -> None:
-    """Warn of attributes that differ from the hidden state before a pass.
+    """Warn of attributes that differ from those before a pass; refuse changed frozen weights: replicas would differ.
 
     Frozen weights that FSDP gathers for the pass have another shape: `GatheredWeightCheck` compares them.
-
-    Raises:
-        UserError: if a frozen weight has changed, since replicas would have different ones.
     """
     now, weights = hidden_state(module), dict(module.named_parameters())
     gathered = {name for name in weights.keys() & now.keys() & before.keys() if now[name].shape != before[name].shape}

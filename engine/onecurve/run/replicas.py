@@ -28,10 +28,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by the bytes of a
 
 
 class EqualWeights(L.Callback):
-    """Checks that the ranks of a script begin with the same weights, before a strategy shards or splits them.
+    """Refuses ranks of a script that begin with different weights, as of a module that was built before the trainer.
 
-    Raises:
-        UserError: if they differ, as those of a module that was built before the trainer.
+    It compares the weights before a strategy shards or splits them.
     """
 
     _seen: L.LightningModule | None = None  # which a strategy may have sharded or split since

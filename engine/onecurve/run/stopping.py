@@ -81,7 +81,6 @@ class Watchdog(L.Callback):
     group does not name the rank that hangs, only one that waited for it.
 
     Args:
-        folder: the run folder.
         timeout: seconds; more than it takes to prepare the data, compile, train a step, or save a checkpoint.
     """
 

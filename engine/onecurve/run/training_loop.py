@@ -69,11 +69,8 @@ class _Results(Results):
     which `MetricStates` uses. (trainer/connectors/logger_connector/result.py, line 202;
     fabric/utilities/distributed.py, `_sync_ddp`)
 
-    Args:
-        training: whether these are the values of training.
-        dtype: that of the counts.
-        virtual: reduces the means of evaluation over virtual ranks. Then processes have the same values, and need not
-            synchronize them.
+    Where `virtual` reduces the means of evaluation over virtual ranks, processes have the same values, and need not
+    synchronize them.
     """
 
     def __init__(self, training: bool, dtype: torch.dtype, virtual: VirtualMetrics | None) -> None:
@@ -212,11 +209,7 @@ class OptimizerSteps(L.Callback):
         skip_empty_hooks(trainer.callbacks)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Check the length of OneCycleLR, and that the metric of ReduceLROnPlateau is new whenever it takes a step.
-
-        Raises:
-            UserError: if either is wrong.
-        """
+        """Refuse a OneCycleLR that ends too early, and a ReduceLROnPlateau that steps without a new value."""
         data: Any = trainer.datamodule
         for config in trainer.lr_scheduler_configs if data.steps_per_epoch else ():
             epochs = -(-data.total_steps // data.steps_per_epoch)
