@@ -73,13 +73,8 @@ class CSVLogger(Logger):
         # A second test of a step, such as that of other data, has a row of its own.
         tests = [name for name in metrics if name.startswith("test")]
         is_new = earlier["step"] != step or any(str(earlier.get(name, row[name])) != str(row[name]) for name in tests)
-        can_append = (
-            is_new
-            and place == len(rows)
-            and set(row) <= set(self._columns)
-            and self.file.exists()
-            and not self._lacks_rows
-        )
+        is_file_complete = self.file.exists() and not self._lacks_rows
+        can_append = is_new and place == len(rows) and is_file_complete and set(row) <= set(self._columns)
         self._columns += [name for name in row if name not in self._columns]
         if is_new:
             rows.insert(place, row)

@@ -28,11 +28,6 @@ class Evaluation(L.Callback):
     The module's `validation_step` and `test_step` return the (n, classes) logits of their batch.
     """
 
-    def __init__(self) -> None:
-        self._confusion: MulticlassConfusionMatrix
-        self._calibration: MulticlassCalibrationError
-        self._loaded_step: int | None = None  # the step of the checkpoint that is tested, if one is loaded
-
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         data: Any = trainer.datamodule
         if not hasattr(data, "classes"):
@@ -42,6 +37,7 @@ class Evaluation(L.Callback):
             )
         self._confusion = MulticlassConfusionMatrix(len(data.classes), validate_args=False)
         self._calibration = MulticlassCalibrationError(len(data.classes), n_bins=15, validate_args=False)
+        self._loaded_step: int | None = None  # the step of the checkpoint that is tested, if one is loaded
         # A batch before training shows whether the module returns its logits.
         trainer.num_sanity_val_steps = trainer.num_sanity_val_steps or 1
 
@@ -50,13 +46,7 @@ class Evaluation(L.Callback):
             self._loaded_step = checkpoint.get("position", {"steps": checkpoint["global_step"]})["steps"]
 
     def on_validation_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *_: Any, **__: Any
     ) -> None:
         """Add a batch: a Batch, or a pair of images and targets without the padding."""
         expected = (len(batch[0]), self._confusion.num_classes)

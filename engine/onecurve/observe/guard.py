@@ -14,18 +14,16 @@ _GUARDED = ("after_save_checkpoint", "finalize", "save", "watch")  # and all met
 
 def start_loggers(loggers: Iterable[Logger]) -> list[Logger]:
     """Start each logger. Leave out one that fails, and guard the methods of the others."""
-    return [logger for logger in loggers if _start(logger)]
-
-
-def _start(logger: Logger) -> bool:
-    """Start a logger by the first use of its `experiment`; return whether that succeeded."""
-    try:
-        getattr(logger, "experiment", None)
-    except Exception as error:
-        _warn(f"{type(logger).__name__} cannot start, and training continues without it", error)
-        return False
-    _guard_methods(logger)
-    return True
+    started = []
+    for logger in loggers:
+        try:
+            getattr(logger, "experiment", None)  # its first use
+        except Exception as error:
+            _warn(f"{type(logger).__name__} cannot start, and training continues without it", error)
+            continue
+        _guard_methods(logger)
+        started.append(logger)
+    return started
 
 
 def _guard_methods(logger: Logger) -> None:

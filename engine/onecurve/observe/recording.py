@@ -52,10 +52,6 @@ class StepRecording:
 
     On a GPU a mark is a CUDA event in the current stream, so that recording does not synchronize host and device.
     Elsewhere it is the time of the host.
-
-    Args:
-        device: device of this rank.
-        activity: the first activity.
     """
 
     def __init__(self, device: torch.device, activity: str) -> None:
@@ -98,7 +94,6 @@ def _seconds_between(start: _Mark, end: _Mark) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the GPU, if the device is one."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -145,11 +140,5 @@ def _recorded(activity: str, *which: Any) -> Iterator[None]:
 
 
 def pipeline_pass(stage: int, microbatch: int, kind: str) -> _GeneratorContextManager[None]:
-    """Return a context for a pass of a pipeline.
-
-    Args:
-        stage: number of the stage.
-        microbatch: number of the micro-batch.
-        kind: F (forward), B (backward), I (backward for the inputs) or W (backward for the weights).
-    """
+    """Return a context for a pass of a pipeline: F (forward), B (backward), or its parts I (inputs) and W (weights)."""
     return _recorded(COMPUTATION, stage, microbatch, kind)

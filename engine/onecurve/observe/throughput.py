@@ -4,16 +4,15 @@ import copy
 import logging
 import math
 import warnings
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.fabric.utilities.throughput import get_available_flops, measure_flops
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from onecurve.observe.recording import RecordedStep
 from onecurve.observe.steps import is_log_point, trained_steps
@@ -69,9 +68,7 @@ class Throughput(L.Callback):
         self._reports = []
         self._busy.clear()
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         step = trained_steps(trainer)
         is_warm_up = step == 1 < trainer.log_every_n_steps
         if is_log_point(trainer, step) and not is_warm_up:
@@ -117,11 +114,8 @@ class Throughput(L.Callback):
         return metrics
 
     def _summary(self) -> str:
-        values = defaultdict(list)
-        for report in self._reports:
-            for name, value in report.items():
-                values[name].append(value)
-        rows = {name: median(measured) for name, measured in values.items()}
+        names = dict.fromkeys(name for report in self._reports for name in report)
+        rows = {name: median(report[name] for report in self._reports if name in report) for name in names}
         if self._step_flops:
             rows["gflop_per_step"] = self._step_flops / 1e9
         return "\n".join(f"    {name:<16}  {value:.4g}" for name, value in rows.items())
@@ -138,12 +132,10 @@ def flops_per_sample(net: Any, input_shape: tuple[int, ...]) -> float | None:
     for weight in weights:
         meta[id(weight)].requires_grad_(weight.requires_grad)
     inputs = torch.empty(_NUM_SAMPLES, *input_shape, dtype=weights[0].dtype, device="meta")
-    with FlopCounterMode(display=False) as counter:
-        try:
-            copy.deepcopy(net, meta)(inputs).sum().backward()
-        except (RuntimeError, NotImplementedError):  # meta tensors have no values
-            return None
-    return counter.get_total_flops() / _NUM_SAMPLES
+    try:
+        return measure_flops(net, lambda: copy.deepcopy(net, meta)(inputs), torch.sum) / _NUM_SAMPLES
+    except (RuntimeError, NotImplementedError):  # meta tensors have no values
+        return None
 
 
 def peak_flops(trainer: L.Trainer, module: L.LightningModule) -> float | None:

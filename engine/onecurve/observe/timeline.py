@@ -17,6 +17,7 @@ from torch import Tensor
 
 from onecurve.observe.recording import (
     COMMUNICATION,
+    COMPUTATION,
     RecordedStep,
     StepRecording,
     current_recording,
@@ -73,22 +74,19 @@ class Timeline(L.Callback):
         self._write("process", process)
         trainer.save_checkpoint = partial(self._save, trainer.save_checkpoint)  # type: ignore[method-assign]
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        _switch("forward_backward")
+    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
+        _switch(COMPUTATION)
+
+    on_after_backward = on_train_batch_start
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         if current_recording() and dist.is_initialized() and loss.requires_grad:  # a pipeline has no backward left
             loss.register_hook(_record_wait)
 
-    def on_after_backward(self, *_: Any) -> None:
-        _switch("forward_backward")
-
     def on_before_optimizer_step(self, *_: Any) -> None:
         _switch("optimizer")
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         _switch("data")  # of the next batch; it ends a recording of this step
         if self._file is None:
             return

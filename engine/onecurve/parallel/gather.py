@@ -1,4 +1,4 @@
-"""`LightningModule.all_gather` of tensors with different numbers of rows.
+"""Gather objects of the ranks; and `LightningModule.all_gather` of tensors with different numbers of rows.
 
 Evaluation has every sample once, so ranks may hold different numbers of predictions, which torch gathers with a crash.
 """
@@ -9,6 +9,15 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
+
+
+def gather_objects(own: Any) -> list[Any]:
+    """Return the objects of all ranks, which pickle copies; one process alone has its own. Every rank must call it."""
+    if not dist.is_initialized():
+        return [own]
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    return ranks
 
 
 def all_gather(strategy: ParallelStrategy, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:

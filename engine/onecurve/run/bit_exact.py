@@ -45,11 +45,10 @@ class BitExactness(L.Callback):
         self._has_fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         torch.backends.mha.set_fastpath_enabled(self._has_fast_path)
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        torch.backends.mha.set_fastpath_enabled(self._has_fast_path)
+    on_exception = teardown
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         plugin, ranks = cast(Any, trainer.precision_plugin), trainer.distributed_sampler_kwargs or {}

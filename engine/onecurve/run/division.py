@@ -3,7 +3,7 @@
 import logging
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any, NamedTuple
 from unittest import mock
@@ -33,15 +33,10 @@ _DRAWS = 3  # of samples, after the first step
 
 
 class _Pass(NamedTuple):
-    """What a step computed of some samples.
+    """What a step computed of some samples."""
 
-    Attributes:
-        values: the loss, or what was logged, each with its weight in a mean.
-        states: those of NumPy's and Python's generators after it.
-    """
-
-    values: dict[str, tuple[float, int]]
-    states: Any
+    values: dict[str, tuple[float, int]]  # the loss, or what was logged, each with its weight in a mean
+    states: Any  # of NumPy's and Python's generators after it
 
 
 class DivisionCheck(L.Callback):
@@ -53,21 +48,18 @@ class DivisionCheck(L.Callback):
     padded length, and so other samples follow. All ranks take the same ones, and so come to the same result. A module
     that takes weighted batches, communicates itself or raises an error in evaluation mode is not checked; nor is a
     pipeline, which checks its losses itself.
-
-    Attributes:
-        is_always_due: check also if nothing is divided, as `doctor=true` does.
-        result: what came of it.
     """
 
-    is_always_due = False
-    result = "not checked: the module takes weighted batches, or optimizes manually"
+    is_always_due = False  # also if nothing is divided, as `doctor=true` checks
+    result = "not checked: the module takes weighted batches, or optimizes manually"  # what came of it
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         data: Any = trainer.datamodule
         is_plain = pl_module.automatic_optimization and not getattr(pl_module, "takes_batch", False)
         is_divided = (data.is_divided or self.is_always_due) and data.parallel.num_microbatches == 1
         has_metrics = data.evaluates("val") and is_overridden("validation_step", pl_module)
-        self._checks_loss, self._checks_metrics = is_plain and is_divided, is_plain and is_divided and has_metrics
+        self._checks_loss = is_plain and is_divided
+        self._checks_metrics = self._checks_loss and has_metrics
         self._steps = self._drawn = 0
         self._warned = set[str]()
 
@@ -89,13 +81,13 @@ class DivisionCheck(L.Callback):
 
     def _check_loss(self, trainer: L.Trainer, count: int) -> None:
         module = trainer.lightning_module
-        passes, problem = _passes(trainer, "training_step", self._drawn, count)
-        if passes is None:  # the step of a module may not run in evaluation mode
+        passes = _passes(trainer, "training_step", self._drawn, count)
+        if isinstance(passes, str):  # the step of a module may not run in evaluation mode
             self._checks_loss = False
-            self.result = f"not checked whether the loss divides by samples: {problem}"
+            self.result = f"not checked whether the loss divides by samples: {passes}"
             _log.info(self.result)
             return
-        whole, halves = passes
+        *halves, whole = passes
         if not are_equal(whole.states, halves[0].states):
             raise UserError(
                 f"{type(module).__name__}.training_step draws numbers of NumPy or Python for each sample, and each "
@@ -111,12 +103,12 @@ class DivisionCheck(L.Callback):
         self.result = f"the loss of {count} samples is the mean of those of their halves"
 
     def _check_metrics(self, trainer: L.Trainer, count: int) -> None:
-        passes, problem = _passes(trainer, "validation_step", self._drawn, count)
-        if passes is None:  # it may communicate, or take a stream
+        passes = _passes(trainer, "validation_step", self._drawn, count)
+        if isinstance(passes, str):  # it may communicate, or take a stream
             self._checks_metrics = False
-            _log.debug("not checked whether the metrics of a validation divide by samples: %s", problem)
+            _log.debug("not checked whether the metrics of a validation divide by samples: %s", passes)
             return
-        whole, halves = passes
+        *halves, whole = passes
         tolerance = max(_tolerance(trainer.lightning_module), _TOLERANCES[torch.float32])  # metrics may be float32
         rounded = 2 / count if tolerance == _OTHER_TOLERANCE else 0.0  # a class of some samples may be another
         shared = whole.values.keys() & halves[0].values.keys() & halves[1].values.keys()
@@ -150,13 +142,10 @@ def _are_close(whole: _Pass, halves: list[_Pass], name: str, tolerance: float, r
     return not abs(_mean(halves, name) - whole.values[name][0]) > tolerance * max(*sizes, 0.1) + rounded
 
 
-def _passes(trainer: Any, step: str, first: int, count: int) -> tuple[tuple[_Pass, list[_Pass]] | None, str]:
-    """Compute the pass of `count` samples, and those of their halves, without a trace in the run.
+def _passes(trainer: Any, step: str, first: int, count: int) -> list[_Pass] | str:
+    """Compute the passes of both halves of `count` samples, and of all of them, without a trace in the run.
 
-    Every rank must call it.
-
-    Returns:
-        These passes, None if one of any rank raised an error; and the error.
+    Every rank must call it. If a pass of any rank raises an error, all get the text of an error in place of the passes.
     """
     middle, last = first + count // 2, first + count
     spans = [(first, middle), (middle, last), (first, last)]
@@ -168,14 +157,10 @@ def _passes(trainer: Any, step: str, first: int, count: int) -> tuple[tuple[_Pas
                 passes.append(_pass(trainer, step, batch, end - start))
     except Exception as error:
         passes, problem = [], str(error)
-    if not trainer.strategy.reduce_boolean_decision(len(passes) == len(spans)):
-        return None, problem
-    *halves, whole = passes
-    return (whole, halves), ""
+    return passes if trainer.strategy.reduce_boolean_decision(len(passes) == len(spans)) else problem
 
 
 def _pass(trainer: Any, step: str, batch: StepParts, samples: int) -> _Pass:
-    """Compute a step of the module for a batch of so many samples."""
     data, module, plugin = trainer.datamodule, trainer.lightning_module, trainer.precision_plugin
     batch = data.on_before_batch_transfer(plugin.convert_input(batch), 0)
     batch = data.on_after_batch_transfer(data.transfer_batch_to_device(batch, module.device, 0), 0)
@@ -206,21 +191,19 @@ def _logged_means(calls: list[Any], samples: int) -> Iterator[tuple[str, tuple[f
 @contextmanager
 def _as_before(trainer: Any, module: L.LightningModule) -> Iterator[None]:
     """Undo what the check does: to the generators, the samples of the step, and the module."""
-    data, random_before = trainer.datamodule, dict(vars(sample_random))
-    parts = data.parts
-    with ExitStack() as stack:
-        for context in (isolate_rng(), torch.no_grad(), set_mode(module, training=False), unchanged(module.modules())):
-            stack.enter_context(context)
-        stack.enter_context(without_log(module))
-        stack.enter_context(mock.patch.multiple(trainer.strategy, reduce=_communicates, all_gather=_communicates))
+    data, parts = trainer.datamodule, trainer.datamodule.parts
+    refuse = mock.Mock(side_effect=RuntimeError("it communicates between ranks"))
+    with (
+        isolate_rng(),
+        torch.no_grad(),
+        set_mode(module, training=False),
+        unchanged(module.modules()),
+        without_log(module),
+        mock.patch.multiple(trainer.strategy, reduce=refuse, all_gather=refuse),
+        mock.patch.dict(vars(sample_random)),
+    ):
         try:
             yield
         finally:
-            vars(sample_random).clear()
-            vars(sample_random).update(random_before)
             data.parts = parts
             data.end_parts()
-
-
-def _communicates(*_: Any, **__: Any) -> None:
-    raise RuntimeError("it communicates between ranks")

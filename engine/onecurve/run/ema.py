@@ -44,31 +44,20 @@ class EMA(L.Callback):
         self._step = trainer.global_step
         self._average = _copy_in_float32(pl_module)
         if self._restored_average:
-            self._swap_weights(pl_module)
-            # The strategy gives each rank its shards of the full tensors.
-            trainer.strategy.load_model_state_dict({"state_dict": self._restored_average})
+            self._swap_weights(trainer, pl_module)
+            self._load_restored_average(trainer)
             self._average = _copy_in_float32(pl_module)
-            self._swap_weights(pl_module)
-            self._restored_average = {}
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self._update_average(trainer, pl_module)
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._swap_weights(pl_module)
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._swap_weights(pl_module)
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave the average in the module, for test and prediction."""
-        self._swap_weights(pl_module)
+            self._swap_weights(trainer, pl_module)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._restored_average:  # training did not start, because the run was finished already
-            trainer.strategy.load_model_state_dict({"state_dict": self._restored_average})
-            self._restored_average = {}
+            self._load_restored_average(trainer)
         self._average, self._training_weights = {}, {}
+
+    def _load_restored_average(self, trainer: L.Trainer) -> None:
+        """Load the average into the module; the strategy gives each rank its shards of the full tensors."""
+        trainer.strategy.load_model_state_dict({"state_dict": self._restored_average})
+        self._restored_average = {}
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if not self._average:
@@ -76,9 +65,9 @@ class EMA(L.Callback):
         self._update_average(trainer, pl_module)
         module_holds_average = bool(self._training_weights)
         current = _clone(checkpoint["state_dict"])  # the swaps change the module's tensors
-        self._swap_weights(pl_module)
+        self._swap_weights(trainer, pl_module)
         swapped = _clone(trainer.strategy.lightning_module_state_dict())
-        self._swap_weights(pl_module)
+        self._swap_weights(trainer, pl_module)
         average, training = (current, swapped) if module_holds_average else (swapped, current)
         checkpoint["state_dict"], checkpoint["training_state_dict"] = average, training
 
@@ -89,13 +78,13 @@ class EMA(L.Callback):
             trainer.strategy.load_model_state_dict({"state_dict": checkpoint["training_state_dict"]})
 
     @torch.no_grad()
-    def _update_average(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def _update_average(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any) -> None:
         """Add the weights after the latest step to the average, unless it contains them already."""
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
         decay = min(self.decay, (1 + self._step) / (10 + self._step))
-        tensors = _local_tensors(module)
+        tensors = _local_tensors(pl_module)
         names = [name for name, tensor in tensors.items() if tensor.is_floating_point()]
         averages = [self._average[name] for name in names]
         weights = [tensors[name].to(average.dtype) for name, average in zip(names, averages, strict=True)]
@@ -103,12 +92,14 @@ class EMA(L.Callback):
         for name in tensors.keys() - names:  # batch counts of batch normalization
             self._average[name].copy_(tensors[name])
 
+    on_train_batch_end = _update_average
+
     @torch.no_grad()
-    def _swap_weights(self, module: L.LightningModule) -> None:
+    def _swap_weights(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Swap the average and the weights in training in the module; do nothing without an average."""
         if not self._average:
             return
-        tensors = _local_tensors(module)
+        tensors = _local_tensors(pl_module)
         if self._training_weights:
             new, self._training_weights = self._training_weights, {}
         else:
@@ -116,13 +107,15 @@ class EMA(L.Callback):
         for name, tensor in tensors.items():
             tensor.copy_(new[name])
 
+    on_validation_start = on_validation_end = _swap_weights
+    on_train_end = _swap_weights  # leaves the average in the module, for test and prediction
+
 
 def _clone(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return with_versions({name: tensor.clone() for name, tensor in state.items()}, state)
 
 
 def _local_tensors(module: L.LightningModule) -> dict[str, Tensor]:
-    """Return the module's tensors, or this rank's shards of them."""
     return {name: to_local(tensor) for name, tensor in module.state_dict().items()}
 
 

@@ -15,48 +15,38 @@ _log = logging.getLogger(__name__)
 _LIGHTNINGS = vars(L.LightningModule()).keys()  # attributes of any module
 
 
-class HiddenState:
-    """What the forward pass of a virtual rank could change that no other process would see, before the pass.
+def hidden_state(module: nn.Module) -> dict[str, Any]:
+    """Return, by name, copies of what a pass of a virtual rank could change and no other process would see.
 
     It is neither trained nor a buffer: frozen weights, and numbers and tensors that are attributes. Lists and what a
-    library keeps outside of the module are not found, nor frozen weights that FSDP gathers for the pass, which
-    `GatheredWeightCheck` compares.
+    library keeps outside of the module are not found.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.before = module, _hidden_state(module)
-
-    def check(self) -> None:
-        """Warn of attributes that have changed.
-
-        Raises:
-            UserError: if a frozen weight has changed, since replicas would have different ones.
-        """
-        now, weights = _hidden_state(self.module), dict(self.module.named_parameters())
-        known = weights.keys() & now.keys() & self.before.keys()
-        gathered = {name for name in known if now[name].shape != self.before[name].shape}
-        compared = {name: value for name, value in now.items() if name not in gathered}
-        changed = sorted(name for name, value in compared.items() if not _is_same(value, self.before.get(name)))
-        for name in changed:
-            if name in weights:
-                raise UserError(
-                    f"the frozen weight {name} changes in training_step, and each process or micro-batch would change "
-                    "it: register it as a buffer, of which all virtual ranks get the mean with bit_exact=true"
-                )
-        if changed:
-            _log.warning(
-                "training_step changes %s: each process changes its own, so if the loss reads it, the run depends on "
-                "their number; register it as a buffer, of which all virtual ranks get the mean",
-                ", ".join(changed),
-            )
-
-
-def _hidden_state(module: nn.Module) -> dict[str, Any]:
-    """Return the values by name; those of tensors are copies."""
     weights = module.named_parameters()
     state: dict[str, Any] = {name: to_local(weight) for name, weight in weights if not weight.requires_grad}
     state |= attributes(module)
     return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+
+def check_hidden_state(module: nn.Module, before: dict[str, Any]) -> None:
+    """Warn of attributes that differ from those before a pass; refuse changed frozen weights: replicas would differ.
+
+    Frozen weights that FSDP gathers for the pass have another shape: `GatheredWeightCheck` compares them.
+    """
+    now, weights = hidden_state(module), dict(module.named_parameters())
+    gathered = {name for name in weights.keys() & now.keys() & before.keys() if now[name].shape != before[name].shape}
+    changed = sorted(name for name in now.keys() - gathered if not _is_same(now[name], before.get(name)))
+    for name in changed:
+        if name in weights:
+            raise UserError(
+                f"the frozen weight {name} changes in training_step, and each process or micro-batch would change it: "
+                "register it as a buffer, of which all virtual ranks get the mean with bit_exact=true"
+            )
+    if changed:
+        _log.warning(
+            "training_step changes %s: each process changes its own, so if the loss reads it, the run depends on their "
+            "number; register it as a buffer, of which all virtual ranks get the mean",
+            ", ".join(changed),
+        )
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import torch
@@ -37,16 +37,13 @@ class VirtualMetrics(L.Callback):
     So a metric has the value that it would have on as many processes, to the last bit. The metrics are those of the
     module and of callbacks, and Lightning's means of values that are logged in evaluation. Outside of the passes of
     virtual ranks, hooks see the states of virtual rank 0; what they change in a process without it has no effect.
-
-    Attributes:
-        is_in_pass: whether a virtual rank is in its pass.
     """
 
     def __init__(self) -> None:
         self.metrics: dict[str, Any] = {}  # by name
         self.means: dict[str, Any] = {}  # Lightning's, of values logged in evaluation
         self._states: dict[str, dict[int, _State]] = {}  # of each metric, by virtual rank, but of the current one
-        self._current, self.is_in_pass = 0, False
+        self._current, self.is_in_pass = 0, False  # a virtual rank, and whether it is in its pass
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._trainer = trainer
@@ -66,16 +63,14 @@ class VirtualMetrics(L.Callback):
     on_sanity_check_start = on_train_start = _begin
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin new means; a validation outside of a fit has its own metrics, too."""
-        if trainer.state.fn == "validate":
+        """Begin new means; an evaluation outside of a fit has its own metrics, too."""
+        if trainer.state.fn != "fit":
             self._begin(trainer, pl_module)
         for name, result in self.means.items():
             self._states.pop(name, None)
             set_states(result, _initial_state(result))
 
-    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._begin(trainer, pl_module)
-        self.on_validation_start(trainer, pl_module)
+    on_test_start = on_validation_start
 
     def add_mean(self, name: str, result: Any) -> None:
         """Manage a mean that Lightning makes of a value logged in evaluation."""
@@ -104,9 +99,9 @@ class VirtualMetrics(L.Callback):
 
     def states(self, name: str, metric: Any) -> dict[int, _State]:
         """Return the states of a metric on the virtual ranks of this process."""
-        data: Any = self._trainer.datamodule
         states = self._states.get(name, {}) | {self._current: states_of(metric)}
-        return {number: states.get(number) or _initial_state(metric) for number in data.own_virtual_ranks}
+        own = self._trainer.datamodule.own_virtual_ranks
+        return {number: states.get(number) or _initial_state(metric) for number in own}
 
     def restore(self, name: str, metric: Any, states: list[_State]) -> None:
         """Set the states of a metric on all virtual ranks."""
@@ -116,7 +111,7 @@ class VirtualMetrics(L.Callback):
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        own = cast(Any, trainer.datamodule).own_virtual_ranks
+        own = trainer.datamodule.own_virtual_ranks
         self.enter(own[batch_idx % len(own)])
 
     on_test_batch_start = on_validation_batch_start
@@ -263,13 +258,14 @@ def _fill_trackers(module: nn.Module, saved: dict[str, _State]) -> None:
 def _metrics_to_save(trainer: L.Trainer, module: L.LightningModule, is_within_epoch: bool) -> dict[str, Metric]:
     """Return the metrics by name, without those that Lightning resets before a resumed run would use them."""
     loop: Any = trainer.fit_loop.epoch_loop
+    results, finished = results_of(loop), [*results_of(loop.val_loop).values()]
     accumulated: dict[str, Any] = {}
-    results = results_of(loop)
-    finished = [*results_of(loop.val_loop).values(), *([] if is_within_epoch else results.values())]
     if is_within_epoch:
+        means = {name: item for name, item in results.items() if item.is_tensor and item.meta.on_epoch}
         ended = "on_train_epoch_end"  # what it logged is that of the epoch before
-        items = {name: item for name, item in results.items() if item.is_tensor and item.meta.fx != ended}
-        accumulated = {name: item for name, item in items.items() if item.meta.on_epoch}
+        accumulated = {name: item for name, item in means.items() if item.meta.fx != ended}
+    else:
+        finished += results.values()
     reset = {id(item.value) for item in finished}  # metrics have an `==` of their own
     return accumulated | {name: metric for name, metric in _metrics(module).items() if id(metric) not in reset}
 

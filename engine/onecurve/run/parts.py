@@ -25,7 +25,7 @@ from onecurve.parallel.batch_norm import grouped_norms
 from onecurve.parallel.virtual_ranks import VirtualRanks
 from onecurve.patches.lightning_loops import Closure, ClosureResult, Optimization, gradient_sync, results_of
 from onecurve.random.random_functions import RandomNumbers, sample_random
-from onecurve.run.hidden_state import HiddenState
+from onecurve.run.hidden_state import check_hidden_state, hidden_state
 from onecurve.run.metrics import VirtualMetrics
 from onecurve.run.pass_log import PassLog, have_equal_names
 
@@ -44,21 +44,17 @@ class StepInParts(Optimization):
         results.samples = sum(len(part.samples) for part in data.parts)
         if len(data.parts) == 1 and not data.bit_exact and results.rank_weight == 1:
             return super().make_closure(kwargs, optimizer, batch_idx)
-        backward, zero_grad = self.backward_pass(optimizer), self.gradient_reset(batch_idx, optimizer)
-        kind = _VirtualRankPasses if data.bit_exact else _MicroBatchPasses
-        return Closure(lambda: self._compute(kind(self.trainer, batch_idx), kwargs, zero_grad, backward))
+        return Closure(lambda: self._compute(kwargs, optimizer, batch_idx))
 
-    def _compute(
-        self,
-        passes: "_MicroBatchPasses | _VirtualRankPasses",
-        kwargs: Any,
-        zero_grad: Callable[[], None] | None,
-        backward: Callable[[Tensor], None] | None,
-    ) -> ClosureResult:
+    def _compute(self, kwargs: Any, optimizer: Any, step: int) -> ClosureResult:
         """Compute the parts; return the mean loss, and what `training_step` returned besides."""
         trainer, data, outputs = self.trainer, self.trainer.datamodule, list[Any]()
         results, log = results_of(trainer.fit_loop.epoch_loop), PassLog(trainer.strategy.root_device)
-        plugin = trainer.precision_plugin
+        plugin, module = trainer.precision_plugin, trainer.lightning_module
+        zero_grad, backward = self.gradient_reset(step, optimizer), self.backward_pass(optimizer)
+        # Only the first step of a run is checked for what a pass changes unseen.
+        hidden = hidden_state(module) if step == 0 and trainer.current_epoch == 0 else None
+        passes = _VirtualRankPasses(trainer, step) if data.bit_exact else _MicroBatchPasses(trainer)
         # `post_backward` calls `on_after_backward`, which waits for the complete gradient.
         with mock.patch.object(plugin, "post_backward", lambda loss, module: loss.detach()):
             for number, part in enumerate(data.parts):
@@ -66,7 +62,11 @@ class StepInParts(Optimization):
                     with results.divert(log):
                         output = self.forward_pass(kwargs | {"batch": part.batch})
                     if number == 0:
-                        passes.reset_gradients(zero_grad)
+                        if hidden is not None:
+                            check_hidden_state(module, hidden)
+                        if zero_grad:
+                            zero_grad()
+                        passes.keep_gradients()
                     if backward and output.closure_loss is not None:
                         with results.divert(log):
                             backward(output.closure_loss * results.rank_weight / passes.count)
@@ -77,16 +77,15 @@ class StepInParts(Optimization):
         log.log(results, table, is_complete=data.bit_exact)
         loss = log.mean_loss(table)
         if loss is not None:
-            plugin.post_backward(loss, trainer.lightning_module)
+            plugin.post_backward(loss, module)
         return ClosureResult(loss, extra=outputs[0] if data.bit_exact else join(outputs))
 
 
 class _MicroBatchPasses:
     """Adds the gradients of micro-batches in place; the strategy averages them over the ranks in the last pass."""
 
-    def __init__(self, trainer: Any, step: int) -> None:
+    def __init__(self, trainer: Any) -> None:
         self.trainer, self.count = trainer, trainer.datamodule.accumulate
-        self.hidden = _hidden_state(trainer, step)
         for norm in grouped_norms(trainer.lightning_module):
             norm.begin_step()  # an optimizer such as LBFGS computes a step several times
 
@@ -103,12 +102,8 @@ class _MicroBatchPasses:
             yield
             sample_random.check()
 
-    def reset_gradients(self, zero_grad: Callable[[], None] | None) -> None:
-        """Reset the gradients after the first forward pass, as Lightning does."""
-        if self.hidden:
-            self.hidden.check()
-        if zero_grad:
-            zero_grad()
+    def keep_gradients(self) -> None:
+        """Leave the gradients that the module did not reset in their place."""
 
     def finish(self, rows: Tensor) -> Tensor:
         """Return the rows of the table of logged values."""
@@ -122,7 +117,6 @@ class _VirtualRankPasses:
         self.trainer, self.step, self.count = trainer, step, trainer.datamodule.virtual_ranks
         self.random, self.metrics = _callback(trainer, RandomNumbers), _callback(trainer, VirtualMetrics)
         self.virtual = getattr(trainer.strategy, "virtual_ranks", VirtualRanks)(trainer)
-        self.hidden = _hidden_state(trainer, step)
         self.virtual.begin(trainer.datamodule.parts, step, self._begin_part)
 
     @contextmanager
@@ -133,12 +127,8 @@ class _VirtualRankPasses:
         with _without_collectives(self.trainer.strategy), self.virtual.one_pass(virtual_rank):
             yield
 
-    def reset_gradients(self, zero_grad: Callable[[], None] | None) -> None:
-        """Reset the gradients after the first forward pass; a gradient that the module keeps is part of the step."""
-        if self.hidden:
-            self.hidden.check()
-        if zero_grad:
-            zero_grad()
+    def keep_gradients(self) -> None:
+        """Keep the gradients that the module did not reset: they are part of the step."""
         self.virtual.keep_gradients()
 
     def finish(self, rows: Tensor) -> Tensor:
@@ -159,11 +149,6 @@ class _VirtualRankPasses:
         self.trainer.datamodule.begin_part(part)
         self.metrics.enter(virtual_rank)
         self.random.begin_virtual_rank(self.trainer, self.step, virtual_rank)
-
-
-def _hidden_state(trainer: Any, step: int) -> HiddenState | None:
-    """Return the hidden state before the first step of a run, the only one that is checked."""
-    return HiddenState(trainer.lightning_module) if step == 0 and trainer.current_epoch == 0 else None
 
 
 def _callback(trainer: Any, kind: type[_T]) -> _T:

@@ -19,11 +19,8 @@ _FIRST_COLUMNS = 2  # of the table: the loss of a pass, and a hash of the names 
 class PassLog:
     """Gathers what `training_step` logs in each pass, and logs the mean, sum, maximum or minimum of the passes.
 
-    A metric object is logged once; its value of the step is the mean over the passes. The values are in a table with a
-    row for each pass, which processes can exchange.
-
-    Args:
-        device: device of the table.
+    A metric object is logged once; its value of the step is the mean over the passes. The values are in a table on
+    `device` with a row for each pass, which processes can exchange.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,7 +37,6 @@ class PassLog:
         self._logged.setdefault(key, _Logged()).add(len(self._losses), value, options)
 
     def end_pass(self, loss: Tensor | None) -> None:
-        """End a pass with this loss."""
         content = repr((sorted(self._calls.items()), loss is None))
         self._hashes.append(zlib.crc32(content.encode()) & 0xFFFFFF)  # float32 represents it
         self._losses.append(loss)
@@ -51,14 +47,10 @@ class PassLog:
         rows = []
         for number, (names, loss) in enumerate(zip(self._hashes, self._losses, strict=True)):
             cells = [0.0 if loss is None else loss, names]
-            for _, logged in self._in_order():
+            for _, logged in sorted(self._logged.items()):  # by unique names: in one order on all processes
                 cells += logged.cells(number)
             rows.append(torch.stack([self._to_cell(value) for value in cells]))
         return torch.stack(rows)
-
-    def _in_order(self) -> list[tuple[tuple[str, str, int], "_Logged"]]:
-        """Return what is logged in an order that all processes have."""
-        return sorted(self._logged.items(), key=lambda item: item[0])
 
     def _to_cell(self, value: Any) -> Tensor:
         if isinstance(value, Tensor):
@@ -74,7 +66,7 @@ class PassLog:
             is_complete: whether the table has the passes of all processes.
         """
         columns = table[:, _FIRST_COLUMNS:].T
-        for number, ((fx, name, _), logged) in enumerate(self._in_order()):
+        for number, ((fx, name, _), logged) in enumerate(sorted(self._logged.items())):
             values, weights = columns[2 * number : 2 * number + 2]
             results.log(fx, name, logged.of_step(values, weights), **logged.arguments(weights, is_complete))
 

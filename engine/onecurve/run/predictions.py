@@ -5,7 +5,7 @@ import logging
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -33,8 +33,8 @@ class PredictedSamples(L.Callback):
         self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if any(isinstance(one, BasePredictionWriter) for one in trainer.callbacks):
-            loop, data = trainer.predict_loop, cast(Any, trainer.datamodule)
-            loop.current_batch_indices = data.sample_index.tolist()
+            loop = trainer.predict_loop
+            loop.current_batch_indices = trainer.datamodule.sample_index.tolist()
             loop.epoch_batch_indices[dataloader_idx].append(loop.current_batch_indices)
 
 
@@ -68,7 +68,6 @@ class PredictionWriter(BasePredictionWriter):
         highest, classes = (values.tolist() for values in probabilities.max(1))
         rows = zip(index.tolist(), classes, highest, strict=True)
         predicted = {number: (label, probability) for number, label, probability in rows if number >= 0}
-        self.file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.file) as temporary, temporary.open("w", newline="") as stream:
             writer = csv.writer(stream)
             writer.writerow(["file", "class", "probability"])
@@ -105,7 +104,6 @@ class SamplePredictions(L.Callback):
         if not trainer.is_global_zero:
             return
         loaders = [[batch for rank in ranks for batch in rank[number]] for number in sorted(self._batches)]
-        self.file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.file) as temporary:
             torch.save([_in_order(batches) for batches in loaders], temporary)
         _log.info("the predictions are in %s", self.file)

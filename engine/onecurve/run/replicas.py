@@ -17,6 +17,7 @@ from onecurve.checkpoint.optimizer_state import group_name
 from onecurve.errors import UserError
 from onecurve.network.tensors import to_local
 from onecurve.observe.steps import is_log_point, trained_steps
+from onecurve.parallel.gather import gather_objects
 from onecurve.patches.torch import AnyBatchNorm
 from onecurve.random.seeding import are_equal
 from onecurve.run.hidden_state import attributes
@@ -27,14 +28,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by the bytes of a
 
 
 class EqualWeights(L.Callback):
-    """Checks that the ranks of a script begin with the same weights, before a strategy shards or splits them.
+    """Refuses ranks of a script that begin with different weights, as of a module that was built before the trainer.
 
-    Raises:
-        UserError: if they differ, as those of a module that was built before the trainer.
+    It compares the weights before a strategy shards or splits them.
     """
 
-    def __init__(self) -> None:
-        self._seen: L.LightningModule | None = None  # which a strategy may have sharded or split since
+    _seen: L.LightningModule | None = None  # which a strategy may have sharded or split since
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         is_new, self._seen = self._seen is not pl_module, pl_module
@@ -42,9 +41,7 @@ class EqualWeights(L.Callback):
             return
         weights = [weight for weight in pl_module.parameters() if not is_lazy(weight)]
         own = [float(weight.detach().float().sum()) for weight in weights]
-        all_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(all_ranks, own)
-        if any(other != own for other in all_ranks):
+        if any(other != own for other in gather_objects(own)):
             raise UserError(
                 "the ranks begin with different weights: build the module after the trainer, which seeds the generators"
             )
@@ -57,20 +54,13 @@ class ReplicaCheck(L.Callback):
     validation, whose forward pass lets DDP replace the buffers by those of rank zero.
     """
 
-    def __init__(self) -> None:
-        self._has_warned = False
+    _has_warned = False
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if is_log_point(trainer, trained_steps(trainer)):
             self._compare(trainer, pl_module)
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._compare(trainer, pl_module)
-
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._compare(trainer, pl_module)
-
-    def _compare(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def _compare(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any) -> None:
         """Compare the ranks, which must all call it.
 
         Raises:
@@ -78,8 +68,8 @@ class ReplicaCheck(L.Callback):
         """
         if trainer.world_size == 1:
             return
-        kinds = [_rates(trainer), _bits(_state(module)), {} if self._has_warned else _bits(attributes(module))]
-        rates, state, others = _differing(trainer, kinds)
+        known = {} if self._has_warned else _bits(attributes(pl_module))
+        rates, state, others = _differing(trainer, [_rates(trainer), _bits(_state(pl_module)), known])
         cause = "differs between the ranks: each has changed it by samples or metrics of its own."
         for name in rates:
             raise UserError(f"{name} {cause} Log with sync_dist=True what a scheduler or callback reads")
@@ -92,6 +82,8 @@ class ReplicaCheck(L.Callback):
                 ", ".join(others),
                 _WAY_OUT,
             )
+
+    on_validation_start = on_save_checkpoint = _compare
 
 
 def _differing(trainer: L.Trainer, kinds: Sequence[dict[str, Any]]) -> list[list[str]]:
@@ -106,8 +98,7 @@ def _names(own: dict[str, Any], hashes: list[list[int]]) -> list[str]:
     # Ranks of a pipeline hold different stages: only those that have the same names are compared.
     if len({tuple(rank) for rank in hashes}) == len({names for names, _ in hashes}):
         return []
-    values: list[Any] = [None] * len(hashes)
-    dist.all_gather_object(values, own)
+    values = gather_objects(own)
     names = sorted(set().union(*values))
     return [name for name in names if len({rank[name] for rank in values if name in rank}) > 1]
 
@@ -176,14 +167,13 @@ class GatheredWeightCheck(L.Callback):
                 self._written.add(f"{prefix}.{name}")
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if not (self._is_due and dist.is_initialized()):
+        if not self._is_due:
             return
         self._is_due = False
         for handle in self._handles:
             handle.remove()
-        ranks: list[Any] = [None] * dist.get_world_size()  # also those whose stage of a pipeline has no frozen weight
-        dist.all_gather_object(ranks, self._written)
-        for name in sorted(set().union(*ranks)):
+        # Also of ranks whose stage of a pipeline has no frozen weight.
+        for name in sorted(set().union(*gather_objects(self._written))):
             raise UserError(
                 f"the forward pass writes into the frozen weight {name}, which strategy=fsdp gathers for it and then "
                 "frees, so that the new value is lost: register it as a buffer"
@@ -196,30 +186,22 @@ class BufferCheck(L.Callback):
     `onecurve/parallel/batch_norm.py` takes care of batch normalization.
     """
 
-    def __init__(self) -> None:
-        self._before: dict[str, Tensor] | None = None
-        self._is_due = False
-
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._is_due = trainer.datamodule.layout.micro_batches > 1
+        self._before: dict[str, Tensor] = {}
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if self._is_due and self._before is None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if self._is_due:
             self._before = {name: buffer.clone() for name, buffer in _divided_buffers(trainer, pl_module).items()}
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         if not self._is_due:
             return
-        self._is_due, before = False, self._before or {}
+        self._is_due = False
         now = _divided_buffers(trainer, pl_module)  # with those that the network has made in its first pass
-        changed = [name for name in before if not are_equal(now[name], before[name])]
-        ranks: list[Any] = [changed]
-        if dist.is_initialized():  # all must stop, also the ranks of a pipeline that do not have the buffer
-            ranks = [None] * dist.get_world_size()
-            dist.all_gather_object(ranks, changed)
-        for name in sorted(set().union(*ranks)):
+        changed = [name for name, before in self._before.items() if not are_equal(now[name], before)]
+        # All must stop, also the ranks of a pipeline that do not have the buffer.
+        for name in sorted(set().union(*gather_objects(changed))):
             raise UserError(
                 f"the forward pass updates {name} once for each micro-batch, so the run would depend on their number: "
                 "set bit_exact=true, or trainer.accumulate_grad_batches=1 and another strategy than a pipeline"

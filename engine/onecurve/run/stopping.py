@@ -81,7 +81,6 @@ class Watchdog(L.Callback):
     group does not name the rank that hangs, only one that waited for it.
 
     Args:
-        folder: the run folder.
         timeout: seconds; more than it takes to prepare the data, compile, train a step, or save a checkpoint.
     """
 
@@ -90,7 +89,6 @@ class Watchdog(L.Callback):
             raise UserError(f"launch.timeout={timeout}: give a number of seconds above zero")
         self.folder, self.timeout = folder, timeout
         self._rank_log: TextIO | None = None  # open while the timer runs
-        self._last_start = 0.0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         set_timeouts_after(self.timeout)

@@ -1,13 +1,10 @@
-"""Changes of Lightning's training loop: what is logged and when, and layers that a module makes late.
-
-The callbacks check monitored metrics and divergence.
-"""
+"""Changes of Lightning's training loop: logs, late layers, and checks of monitored metrics and of divergence."""
 
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import torch
@@ -19,6 +16,7 @@ from torchmetrics import Metric
 from onecurve.errors import DivergedUserError, UserError
 from onecurve.network.tensors import to_local
 from onecurve.observe.steps import is_log_point, trained_steps
+from onecurve.parallel.gather import gather_objects
 from onecurve.parallel.norm_groups import NormGroups
 from onecurve.patches.lightning_loops import (
     CheckpointConnector,
@@ -71,11 +69,8 @@ class _Results(Results):
     which `MetricStates` uses. (trainer/connectors/logger_connector/result.py, line 202;
     fabric/utilities/distributed.py, `_sync_ddp`)
 
-    Args:
-        training: whether these are the values of training.
-        dtype: that of the counts.
-        virtual: reduces the means of evaluation over virtual ranks. Then processes have the same values, and need not
-            synchronize them.
+    Where `virtual` reduces the means of evaluation over virtual ranks, processes have the same values, and need not
+    synchronize them.
     """
 
     def __init__(self, training: bool, dtype: torch.dtype, virtual: VirtualMetrics | None) -> None:
@@ -145,9 +140,7 @@ def _check_virtual(virtual: VirtualMetrics, name: str, value: Any, options: dict
         )
     if virtual.is_in_pass or not (options["sync_dist"] and isinstance(value, Tensor) and dist.is_initialized()):
         return
-    values = [0.0] * dist.get_world_size()
-    dist.all_gather_object(values, float(value))
-    if any(other != value and not math.isnan(other) for other in values):
+    if any(other != value and not math.isnan(other) for other in gather_objects(float(value))):
         raise UserError(
             f"bit_exact=true: {name} is logged outside of a step of the module, and processes have different values, "
             "from the batches that each has seen: log it in the step, or as a metric of torchmetrics"
@@ -182,7 +175,7 @@ class _LogPoints(LoggerConnector):
         return super().should_update_logs or (self.trainer.training and is_log_point(self.trainer, steps + 1))
 
     def samples_of_batch(self) -> int | None:
-        data: Any = cast(Any, self.trainer).datamodule
+        data: Any = self.trainer.datamodule
         sizes = [part.size for part in (data.parts[:1] if data.bit_exact else data.parts)]  # as hooks get the batch
         return None if None in sizes else sum(sizes)
 
@@ -216,11 +209,7 @@ class OptimizerSteps(L.Callback):
         skip_empty_hooks(trainer.callbacks)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Check the length of OneCycleLR, and that the metric of ReduceLROnPlateau is new whenever it takes a step.
-
-        Raises:
-            UserError: if either is wrong.
-        """
+        """Refuse a OneCycleLR that ends too early, and a ReduceLROnPlateau that steps without a new value."""
         data: Any = trainer.datamodule
         for config in trainer.lr_scheduler_configs if data.steps_per_epoch else ():
             epochs = -(-data.total_steps // data.steps_per_epoch)
@@ -299,10 +288,7 @@ class MonitorCheck(L.Callback):
 
     def _check_reduction(self, own: dict[str, float]) -> None:
         """Compare the values of the ranks: callbacks follow that of rank zero, and schedules each their own."""
-        ranks = [own]
-        if dist.is_initialized():
-            ranks = [own] * dist.get_world_size()
-            dist.all_gather_object(ranks, own)
+        ranks = gather_objects(own)
         for name, monitor in self._of_validation.items():
             if len({str(rank.get(monitor)) for rank in ranks}) > 1:
                 problem = (
@@ -328,11 +314,10 @@ class FiniteCheck(L.Callback):
                 raise _divergence(trainer, f"train/loss is {loss}")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Let all ranks compute the metrics of the epoch, which communicate, before rank zero's progress bar does."""
+        """Let all ranks compute the metrics, which communicate, before rank zero's progress bar does."""
         _ = trainer.callback_metrics
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        _ = trainer.callback_metrics
+    on_validation_end = on_train_epoch_end
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         for name, tensor in checkpoint["state_dict"].items():
