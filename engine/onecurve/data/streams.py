@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
 from typing import Any
@@ -34,6 +35,7 @@ _PROBED = 4  # samples
 _KEPT_STATES = 4  # Lightning fetches a batch or two ahead
 
 
+@dataclass(eq=False)
 class StreamLoader(Place):
     """Yields the batches of a rank from a stream, each as `StepParts`.
 
@@ -41,11 +43,9 @@ class StreamLoader(Place):
     the samples that are trained already are read and dropped.
 
     Args:
-        loader: the user's loader.
         batch_size: samples of a global batch.
         divide: maps a number of samples to the positions in it of each part of this rank.
         steps: global batches to read; None for all.
-        seed: the seed of the run.
         is_divided: whether a global batch has parts of other ranks or micro-batches.
         weight: samples of a part of this rank, relative to their mean over the ranks.
         steps_per_pass: the stream begins again after so many global batches; None for never.
@@ -53,27 +53,21 @@ class StreamLoader(Place):
         has_exact_state: whether the stream goes on from its state.
     """
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        batch_size: int,
-        divide: Callable[[int], Iterable[Tensor]],
-        steps: int | None,
-        seed: int,
-        is_divided: bool = False,
-        weight: float = 1.0,
-        steps_per_pass: int | None = None,
-        evaluates: bool = False,
-        has_exact_state: bool = False,
-    ) -> None:
-        super().__init__()
-        self.loader, self.batch_size, self.divide, self.steps, self.seed = loader, batch_size, divide, steps, seed
-        self.is_divided, self.weight, self.evaluates = is_divided, weight, evaluates
-        self.steps_per_pass = steps_per_pass
-        self.dataset: Any = loader.dataset
+    loader: DataLoader[Any]
+    batch_size: int
+    divide: Callable[[int], Iterable[Tensor]]
+    steps: int | None
+    seed: int
+    is_divided: bool = False
+    weight: float = 1.0
+    steps_per_pass: int | None = None
+    evaluates: bool = False
+    has_exact_state: bool = False
+
+    def __post_init__(self) -> None:
+        self.dataset: Any = self.loader.dataset
         self.sampler = self.batch_sampler = self  # Lightning sets the epoch
         self.state: Any = None  # of the stream at `start`, from a checkpoint
-        self.has_exact_state = has_exact_state
         self._states: dict[int, Any] = {}  # of the stream after each of the last steps
 
     def __len__(self) -> int:
@@ -142,8 +136,8 @@ def examine(loader: DataLoader[Any], seed: int) -> tuple[str | None, bool]:
         has_exact_state = are_equal(second, resumed) and is_plain(state)
     digests = [_digest([first, second])]
     if dist.is_initialized():
-        digests = [""] * dist.get_world_size()
-        dist.all_gather_object(digests, _digest([first, second]))
+        digests *= dist.get_world_size()
+        dist.all_gather_object(digests, digests[0])
     message = (
         f"{type(loader.dataset).__name__} yields other samples when it is read again, although torch, NumPy and "
         "Python are seeded alike, so %s would read others: let it draw from their global generators"
@@ -186,8 +180,6 @@ class _Cursor:
     """Reads a stream; the global generators are seeded for each sample.
 
     Args:
-        dataset: the stream.
-        seed: the seed of the run.
         epoch: the epoch, which `set_epoch` of the stream gets.
         place: the place of the next sample in the epoch.
         state: the state of the stream at this place.
@@ -213,11 +205,12 @@ class _Cursor:
         return samples
 
 
+@dataclass(eq=False)
 class _Reader(IterableDataset[Any]):
     """Yields what a function yields, in a world of one process."""
 
-    def __init__(self, dataset: Any, function: Callable[[], Iterator[Any]]) -> None:
-        self.dataset, self.function = dataset, function
+    dataset: Any
+    function: Callable[[], Iterator[Any]]
 
     def __iter__(self) -> Iterator[Any]:
         with alone():
