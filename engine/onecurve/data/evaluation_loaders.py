@@ -20,14 +20,13 @@ class EvaluationLoaders:
 
     Args:
         name: one of these three.
-        loaders: what the method returned.
         division: the division of training batches, whose ranks share the samples.
-        seed: the seed of the run.
         limit: the limit of global batches; None for all.
     """
 
     def __init__(self, name: str, loaders: Loaders, division: Division, seed: int, limit: int | float | None) -> None:
         self.name, self.leaves, self.division, self.seed, self.limit = name, loaders.leaves, division, seed, limit
+        self._option = f"trainer.limit_{name}_batches"
         parallel = division.parallel
         if division.bit_exact and name != "predict":
             self.size, self.ranks = division.virtual_ranks, division.own_virtual_ranks
@@ -55,10 +54,8 @@ class EvaluationLoaders:
     def check(self, takes_batch: bool) -> None:
         """Check that each rank has a sample in each batch, unless padding has a weight of zero; and can be gathered."""
         for loader in self.leaves:
-            is_batched = makes_batches(loader.dataset)
-            is_stream = isinstance(loader.dataset, IterableDataset)
-            may_pad = is_batched and (takes_batch or self.name == "predict")
-            if not is_stream and not may_pad:
+            may_pad = makes_batches(loader.dataset) and (takes_batch or self.name == "predict")
+            if not may_pad and not isinstance(loader.dataset, IterableDataset):
                 self._batches(loader).check_no_rank_is_empty(self.name)
 
     def _has_samples(self, loader: DataLoader[Any]) -> bool:
@@ -93,7 +90,3 @@ class EvaluationLoaders:
     def _unit(self, loader: DataLoader[Any]) -> int:
         """Return the samples of a global batch: as many as ranks, if the dataset makes the batch of each."""
         return self.size if yields_batches(loader) else cast(int, loader.batch_size)
-
-    @property
-    def _option(self) -> str:
-        return f"trainer.limit_{self.name}_batches"

@@ -298,6 +298,11 @@ class Division:
         return self.parallel.virtual_ranks(self.virtual_ranks)
 
     @property
+    def parts(self) -> int:
+        """Number of parts of a global batch that this rank computes."""
+        return len(self.own_virtual_ranks) if self.bit_exact else self.accumulate
+
+    @property
     def sharing(self) -> int:
         """Number of parts of all ranks that share a global batch."""
         return self.parallel.dp_size * self.accumulate

@@ -52,8 +52,6 @@ class RankLoader:
     Args:
         loader: the user's loader.
         batches: the positions of the rank's batches.
-        seed: the seed of the run.
-        device: the device of the rank.
         is_divided: whether a global batch has other batches too.
         parts: number of batches of `batches` that it yields at once, as the parts of an optimizer step.
         axis: what has the number of samples in a batch.
@@ -108,9 +106,6 @@ class _KeyedBatches(Sampler[Tensor]):
 
     def __init__(self, batches: Batches, seed: int, keep_padding: bool) -> None:
         self.batches, self.seed, self.keep_padding = batches, seed, keep_padding
-
-    def __len__(self) -> int:
-        return len(self.batches)
 
     def __iter__(self) -> Iterator[Tensor]:
         epoch = EVALUATION if isinstance(self.batches, EvaluationBatches) else self.batches.epoch
@@ -212,7 +207,6 @@ def examples(loader: DataLoader[Any], spans: Sequence[tuple[int, int]], seed: in
     Args:
         loader: the user's loader of a map-style dataset.
         spans: the number of the first sample of each batch, and of the one after its last.
-        seed: the seed of the run.
 
     Raises:
         TypeError: if the dataset is a stream.

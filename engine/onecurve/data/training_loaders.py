@@ -1,6 +1,6 @@
 """The loaders of the training data: each is divided alike into the parts of a step, whatever kind of loader it is."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import chain, repeat, zip_longest
 from typing import Any, cast
@@ -34,9 +34,7 @@ class TrainingLoaders:
     """The training loaders of a run: one, or a collection of several that a step takes a batch of each.
 
     Args:
-        loaders: what `train_dataloader` returned.
         division: the division of a global batch among ranks and micro-batches.
-        seed: the seed of the run.
         limit: the limit of steps per epoch; None for all.
 
     Attributes:
@@ -162,35 +160,38 @@ def combine(of_loaders: Sequence[StepParts | None], structure: TreeSpec) -> Step
 
 
 class _Samples:
-    """A loader of a map-style dataset, in the order of its sampler. Without a `batch_size` its samples are batches."""
+    """A loader of a map-style dataset, in the order of its sampler. Without a `batch_size` its samples are batches.
+
+    Attributes:
+        per_step: what a step takes of the order: samples, or batches that are given.
+    """
 
     digest: str | None = None
     axis: SampleAxis | None = None
 
     def __init__(self, loader: DataLoader[Any], division: Division, seed: int) -> None:
         self.loader, self.division, self.seed = loader, division, seed
-        self.batch_size = loader.batch_size or division.virtual_ranks
+        self.batch_size = self.per_step = loader.batch_size or division.virtual_ranks
         self.samples = len(cast(Any, loader.sampler))
         self.steps = self.samples // self.batch_size
 
     def of_rank(self, steps: int | None, device: torch.device) -> RankLoader:
         assert steps is not None
-        count = min(steps, self.steps) * self.batch_size
+        count, division = min(steps, self.steps) * self.per_step, self.division
         order = partial(_in_cycles, self.loader, self.seed, count, -(-steps // self.steps))
-        positions = self.division.positions(self.batch_size)
-        weight = self.division.weight(self.batch_size)
-        batches = TrainingBatches(self.batch_size, positions, steps, order, weight)
-        return RankLoader(self.loader, batches, self.seed, device, self.division.is_divided, len(positions), self.axis)
+        batches = self._batches(order, steps)
+        return RankLoader(self.loader, batches, self.seed, device, division.is_divided, division.parts, self.axis)
 
     def examples(self, spans: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Any]]:
         return examples(self.loader, spans, self.seed)
 
+    def _batches(self, order: Callable[[int], Any], steps: int) -> TrainingBatches | GivenBatches:
+        size, division = self.batch_size, self.division
+        return TrainingBatches(size, division.positions(size), steps, order, division.weight(size))
 
-class _Given:
+
+class _Given(_Samples):
     """A loader of a map-style dataset whose batches a `batch_sampler` gives."""
-
-    digest: str | None = None
-    axis: SampleAxis | None = None
 
     def __init__(self, loader: DataLoader[Any], division: Division, seed: int) -> None:
         self.loader, self.division, self.seed = loader, division, seed
@@ -200,17 +201,10 @@ class _Given:
         self.samples = sum(map(len, batches))
         self.steps = len(batches) // self.per_step
 
-    def of_rank(self, steps: int | None, device: torch.device) -> RankLoader:
-        assert steps is not None
-        count, division = min(steps, self.steps) * self.per_step, self.division
-        given = partial(_in_cycles, self.loader, self.seed, count, -(-steps // self.steps))
+    def _batches(self, order: Callable[[int], Any], steps: int) -> GivenBatches:
+        division = self.division
         own = division.own_virtual_ranks if division.bit_exact else None
-        batches = GivenBatches(given, division.positions, division.sharing, steps, own, self.per_step)
-        parts = division.accumulate if own is None else len(own)
-        return RankLoader(self.loader, batches, self.seed, device, division.is_divided, parts, self.axis)
-
-    def examples(self, spans: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Any]]:
-        return examples(self.loader, spans, self.seed)
+        return GivenBatches(order, division.positions, division.sharing, steps, own, self.per_step)
 
 
 class _Stream:
@@ -240,7 +234,7 @@ class _Stream:
         return [(part.samples, part.batch) for (part,) in read]
 
 
-_Source = _Samples | _Given | _Stream
+_Source = _Samples | _Stream
 
 
 def _check(source: _Source, method: str) -> None:
