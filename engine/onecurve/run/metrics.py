@@ -106,7 +106,7 @@ class VirtualMetrics(L.Callback):
         """Return the states of a metric on the virtual ranks of this process."""
         data: Any = self._trainer.datamodule
         states = self._states.get(name, {}) | {self._current: states_of(metric)}
-        return {number: states.get(number) or _initial_state(metric) for number in data.own_virtual_ranks}
+        return {number: states.get(number) or _initial_state(metric) for number in data.division.own_virtual_ranks}
 
     def restore(self, name: str, metric: Any, states: list[_State]) -> None:
         """Set the states of a metric on all virtual ranks."""
@@ -116,7 +116,7 @@ class VirtualMetrics(L.Callback):
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        own = cast(Any, trainer.datamodule).own_virtual_ranks
+        own = cast(Any, trainer.datamodule).division.own_virtual_ranks
         self.enter(own[batch_idx % len(own)])
 
     on_test_batch_start = on_validation_batch_start
