@@ -100,7 +100,7 @@ class TrainingLoaders:
 
     def states_after(self, steps: int) -> list[Any]:
         """Return the state of each stream after so many steps of the epoch."""
-        return [loader.state_after(steps) if isinstance(loader, StreamLoader) else None for loader in self.rank_loaders]
+        return [loader.states.get(steps) if isinstance(loader, StreamLoader) else None for loader in self.rank_loaders]
 
     def example_batches(self, spans: Sequence[tuple[int, int]]) -> list[StepParts]:
         """Return a batch of the samples of the first loader for each of `spans`, and of others alike."""
@@ -109,8 +109,6 @@ class TrainingLoaders:
             scaled = [[-(-number * source.batch_size // self.batch_size) for number in span] for span in spans]
             fetched = source.examples([(first, max(last, first + 1)) for first, last in scaled])
             of_sources.append([StepParts([as_part(*one)]) for one in fetched])
-        if self.loaders.structure.is_leaf():
-            return of_sources[0]
         return [combine(several, self.loaders.structure) for several in zip(*of_sources, strict=True)]
 
     def _steps_of(self, source: "_Source") -> int | None:
