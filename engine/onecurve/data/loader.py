@@ -252,12 +252,9 @@ def loaders_of(plain: L.LightningDataModule, name: str, seed: int) -> Loaders:
         with isolate_rng(include_cuda=False), alone():
             seed_generators(seed)
             returned = getattr(plain, f"{name}_dataloader")()
-    default = "max_size_cycle" if name == "train" else "sequential"
-    collection, mode = (
-        (returned.iterables, combination_mode(returned))
-        if isinstance(returned, CombinedLoader)
-        else (returned, default)
-    )
+    collection, mode = returned, "max_size_cycle" if name == "train" else "sequential"
+    if isinstance(returned, CombinedLoader):
+        collection, mode = returned.iterables, combination_mode(returned)
     leaves, structure = tree_flatten([] if collection is None else collection)
     if (mode == "sequential") == (name == "train"):
         raise UserError(
