@@ -230,11 +230,7 @@ class BatchLayout:
 def virtual_layouts(
     batch_size: int, parallel: DataParallelInfo, count: int, has_pairs: bool = False
 ) -> list[BatchLayout]:
-    """Return the layouts of the virtual ranks that a rank computes one by one: those of the ranks of a larger run.
-
-    Args:
-        batch_size, parallel, has_pairs: as of a `BatchLayout`.
-        count: number of virtual ranks of the run.
+    """Return the layouts of those of `count` virtual ranks that a rank computes: those of the ranks of a larger run.
 
     Raises:
         UserError: if the virtual ranks do not divide the batch, or a rank would have none.

@@ -218,9 +218,6 @@ class RandomNumbers(L.Callback):
 
     Before each batch, torch, NumPy and Python are seeded with a hash of (seed, epoch, step), and the samples get their
     keys.
-
-    Args:
-        seed: seed of the run.
     """
 
     def __init__(self, seed: int) -> None:
