@@ -198,8 +198,8 @@ def _collate_if_possible(collate: Callable[[list[Any]], Any], samples: list[Any]
         return None
 
 
-def examples(loader: DataLoader[Any], spans: Sequence[tuple[int, int]], seed: int) -> list[tuple[Tensor, Any]]:
-    """Fetch batches of the samples that a loader yields, numbered in a random order; samples may occur twice.
+def examples(loader: DataLoader[Any], spans: Sequence[tuple[int, int]], seed: int) -> list[StepParts]:
+    """Fetch batches, each as one part, of a loader's samples, numbered in a random order; samples may occur twice.
 
     The first samples of a dataset may be of one class. If a `batch_sampler` gives the batches, the samples are those of
     the first one, because others may not fit together.
@@ -222,7 +222,8 @@ def examples(loader: DataLoader[Any], spans: Sequence[tuple[int, int]], seed: in
             positions = order[0][numbers % len(order[0])]
         batches.append(torch.stack([positions, positions]))
     samples = SeededSamples(loader.dataset, collate_function(loader))
-    return list(fetch(loader, samples, batches, min(1, loader.num_workers)))
+    fetched = fetch(loader, samples, batches, min(1, loader.num_workers))
+    return [StepParts([as_part(*batch)]) for batch in fetched]
 
 
 class Loaders(NamedTuple):

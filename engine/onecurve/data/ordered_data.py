@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from onecurve.data.batch import Batch, StepPart, StepParts, as_part, constant_weights, join
+from onecurve.data.batch import Batch, StepPart, StepParts, constant_weights, join
 from onecurve.data.evaluation_loaders import EvaluationLoaders
 from onecurve.data.layout import BatchLayout, DataParallelInfo, Division, OneProcess, alone, data_parallel_info
 from onecurve.data.loader import examples, loaders_of
@@ -321,7 +321,7 @@ class OrderedData(L.LightningDataModule):
         if self._training and not evaluates:
             return self._training.example_batches(spans)
         loader = self._evaluation["val"].leaves[0] if evaluates else self._any_loader
-        return [StepParts([as_part(*one)]) for one in examples(loader, spans, self.run_seed)]
+        return examples(loader, spans, self.run_seed)
 
     @property
     def training_samples(self) -> list[tuple[Any, int | None, str | None]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from onecurve.data.batch import StepParts, as_part
+from onecurve.data.batch import StepParts
 from onecurve.data.layout import Division
 from onecurve.data.loader import (
     Loaders,
@@ -107,8 +107,7 @@ class TrainingLoaders:
         of_sources = []
         for source in self.sources:
             scaled = [[-(-number * source.batch_size // self.batch_size) for number in span] for span in spans]
-            fetched = source.examples([(first, max(last, first + 1)) for first, last in scaled])
-            of_sources.append([StepParts([as_part(*one)]) for one in fetched])
+            of_sources.append(source.examples([(first, max(last, first + 1)) for first, last in scaled]))
         return [combine(several, self.loaders.structure) for several in zip(*of_sources, strict=True)]
 
     def _steps_of(self, source: "_Source") -> int | None:
@@ -180,7 +179,7 @@ class _Samples:
         batches = self._batches(order, steps)
         return RankLoader(self.loader, batches, self.seed, device, division.is_divided, division.parts, self.axis)
 
-    def examples(self, spans: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Any]]:
+    def examples(self, spans: Sequence[tuple[int, int]]) -> list[StepParts]:
         return examples(self.loader, spans, self.seed)
 
     def _batches(self, order: Callable[[int], Any], steps: int) -> TrainingBatches | GivenBatches:
@@ -224,12 +223,11 @@ class _Stream:
             has_exact_state=self.has_exact_state,
         )
 
-    def examples(self, spans: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Any]]:
+    def examples(self, spans: Sequence[tuple[int, int]]) -> list[StepParts]:
         """Return a batch of the samples at the places of each of `spans`."""
         places = [torch.arange(first, first + 1 if yields_batches(self.loader) else last) for first, last in spans]
         end = max(last for _, last in spans)
-        read = StreamLoader(self.loader, end, partial(_up_to, places), 1, self.seed, evaluates=True)
-        return [(part.samples, part.batch) for (part,) in read]
+        return list(StreamLoader(self.loader, end, partial(_up_to, places), 1, self.seed, evaluates=True))
 
 
 _Source = _Samples | _Stream
