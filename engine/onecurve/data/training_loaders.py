@@ -38,17 +38,21 @@ class TrainingLoaders:
         limit: the limit of steps per epoch; None for all.
 
     Attributes:
+        batch_size: samples of a global batch of the first loader; of its first batch, if a batch_sampler gives them.
         layouts: those of the first loader's batches.
+        has_layout: whether each batch has their size: not of several loaders, nor of a batch_sampler.
     """
 
     def __init__(self, loaders: Loaders, division: Division, seed: int, limit: int | float | None) -> None:
         self.loaders, self.limit = loaders, limit
         self.rank_loaders: list[RankLoader | StreamLoader] = []
         self.sources = [_source(loader, division, seed) for loader in loaders.leaves]
-        size = self.batch_size
-        if division.bit_exact and isinstance(self.sources[0], _Given):  # batches of virtual ranks, of any sizes
+        size = self.batch_size = self.sources[0].batch_size
+        is_given = isinstance(self.sources[0], _Given)
+        if division.bit_exact and is_given:  # batches of virtual ranks, of any sizes
             size -= size % division.virtual_ranks
         self.layouts = division.layouts(size)
+        self.has_layout = len(self.sources) == 1 and not is_given
         for source in self.sources:
             _check(source, loaders.method)
         is_even = all(division.weight(source.batch_size) == 1 for source in self.sources)
@@ -57,16 +61,6 @@ class TrainingLoaders:
                 f"{loaders.method}: the processes have different numbers of samples of one of its loaders: set "
                 "batch sizes that divide among them, or bit_exact=true"
             )
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of a global batch of the first loader; of its first batch, if a batch_sampler gives them."""
-        return self.sources[0].batch_size
-
-    @property
-    def has_layout(self) -> bool:
-        """Whether each batch has the size of the layouts: not of several loaders, nor of a batch_sampler."""
-        return len(self.sources) == 1 and not isinstance(self.sources[0], _Given)
 
     @cached_property
     def steps(self) -> int | None:
