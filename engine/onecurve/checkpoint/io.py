@@ -78,7 +78,6 @@ def _link_or_copy(file: Path, name: Path) -> None:
 
 
 def write_error(file: Path, cause: OSError) -> CheckpointUserError:
-    """Return the error for a checkpoint that cannot be written."""
     return CheckpointUserError(
         f"cannot write the checkpoint {file} ({cause}): free some space, then continue with "
         f"ckpt_path={file.parent.parent}; the existing checkpoints are complete"

@@ -79,13 +79,12 @@ class ExactResumption(L.Callback):
         data, loop, steps = cast(Any, trainer.datamodule), trainer.fit_loop, self._steps
         epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
         epoch, epoch_steps = epochs.processed, self._epoch_steps
-        is_within_epoch = epochs.started > epochs.processed
-        # `ready` stays behind in a resumed run: Lightning leaves its increment out in each epoch.
-        has_stopped_within_epoch = not is_within_epoch and epochs.ready <= epochs.processed and epoch_steps > 0
-        if is_within_epoch:  # another callback may save before this one has counted
+        if epochs.started > epochs.processed:  # another callback may save before this one has counted
             epoch_steps = batches.current.processed
             steps += epoch_steps - self._epoch_steps
-        if has_stopped_within_epoch:
+        # The run has stopped within an epoch. `ready` stays behind in a resumed run: Lightning leaves its increment out
+        # in each epoch.
+        elif epochs.ready <= epochs.processed and epoch_steps > 0:
             epoch -= 1
         if data.steps_per_epoch is None:  # `is_last_batch` holds from before the batch to the next epoch
             has_ended = batches.is_last_batch and batches.current.processed == batches.current.ready

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from onecurve.network.compilation import device_constant
-from onecurve.patches.torch import tree_flatten, tree_unflatten
+from onecurve.patches.torch import tree_flatten, tree_map
 
 
 class Batch(NamedTuple):
@@ -56,9 +56,7 @@ class StepParts(list[StepPart]):
 def as_part(positions: Tensor, batch: Any, weight: float = 1.0, is_made: bool = False) -> StepPart:
     """Return a part from (n,) positions in the dataset and their batch, which may have indices of its own.
 
-    Args:
-        positions, batch, weight: as of a `StepPart`.
-        is_made: whether the dataset has made the batch, with any number of samples.
+    A batch that `is_made` by the dataset has any number of samples.
     """
     if isinstance(batch, Batch):
         return StepPart(batch.sample_index, batch, weight)
@@ -70,15 +68,13 @@ def join(batches: Sequence[Any]) -> Any:
 
     Tensors are concatenated if their shapes allow it, scalars are averaged, and other values are listed if they differ.
     """
-    flat = [tree_flatten(batch) for batch in batches]
-    structure = flat[0][1]
-    if any(other != structure for _, other in flat):
+    structures = [tree_flatten(batch)[1] for batch in batches]
+    if any(other != structures[0] for other in structures):
         return list(batches)
-    leaves = zip(*(leaves for leaves, _ in flat), strict=True)
-    return tree_unflatten([_join_leaves(values) for values in leaves], structure)
+    return tree_map(_join_leaves, *batches)
 
 
-def _join_leaves(values: tuple[Any, ...]) -> Any:
+def _join_leaves(*values: Any) -> Any:
     first = values[0]
     if isinstance(first, Tensor) and first.ndim and all(value.shape[1:] == first.shape[1:] for value in values):
         return torch.cat(values)

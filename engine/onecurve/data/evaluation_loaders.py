@@ -20,21 +20,19 @@ class EvaluationLoaders:
 
     Args:
         name: one of these three.
-        loaders: what the method returned.
         division: the division of training batches, whose ranks share the samples.
-        seed: the seed of the run.
         limit: the limit of global batches; None for all.
     """
 
     def __init__(self, name: str, loaders: Loaders, division: Division, seed: int, limit: int | float | None) -> None:
         self.name, self.leaves, self.division, self.seed, self.limit = name, loaders.leaves, division, seed, limit
+        self._option = f"trainer.limit_{name}_batches"
         parallel = division.parallel
-        if division.bit_exact and name != "predict":
-            self.size, self.ranks = division.virtual_ranks, division.own_virtual_ranks
-            self.parallel = DataParallelInfo(self.size)
-        else:  # all ranks gather as many predictions
-            self.size, self.ranks = parallel.dp_size, range(parallel.dp_rank, parallel.dp_rank + 1)
-            self.parallel = DataParallelInfo(self.size, parallel.dp_rank) if name == "predict" else parallel
+        self.parallel, self.ranks = parallel, [parallel.dp_rank]
+        if name == "predict":  # all ranks gather as many predictions
+            self.parallel = DataParallelInfo(parallel.dp_size, parallel.dp_rank)
+        elif division.bit_exact:
+            self.parallel, self.ranks = DataParallelInfo(division.virtual_ranks), list(division.own_virtual_ranks)
 
     @property
     def has_samples(self) -> bool:
@@ -55,10 +53,8 @@ class EvaluationLoaders:
     def check(self, takes_batch: bool) -> None:
         """Check that each rank has a sample in each batch, unless padding has a weight of zero; and can be gathered."""
         for loader in self.leaves:
-            is_batched = makes_batches(loader.dataset)
-            is_stream = isinstance(loader.dataset, IterableDataset)
-            may_pad = is_batched and (takes_batch or self.name == "predict")
-            if not is_stream and not may_pad:
+            may_pad = makes_batches(loader.dataset) and (takes_batch or self.name == "predict")
+            if not may_pad and not isinstance(loader.dataset, IterableDataset):
                 self._batches(loader).check_no_rank_is_empty(self.name)
 
     def _has_samples(self, loader: DataLoader[Any]) -> bool:
@@ -71,7 +67,7 @@ class EvaluationLoaders:
         count = apply_limit(self._option, self.limit, len(order), unit)
         # A batch that the dataset has made cannot be joined with another one.
         size = unit if yields_batches(loader) else unit // self.division.accumulate
-        return EvaluationBatches(order[:count], size, self.parallel, self.ranks if self.division.bit_exact else None)
+        return EvaluationBatches(order[:count], size, self.parallel, self.ranks)
 
     def _stream(self, loader: DataLoader[Any]) -> StreamLoader:
         samples, unit = length_of_stream(loader.dataset), self._unit(loader)
@@ -83,17 +79,13 @@ class EvaluationLoaders:
 
     def _divide(self, count: int) -> Sequence[Tensor]:
         """Return the positions of this rank in so many samples of a stream."""
-        if count < self.size:
+        if count < self.parallel.dp_size:
             raise UserError(
                 f"a batch of {count} samples of the stream of `{self.name}` leaves a process or virtual rank without "
                 f"one: set the loader's batch_size, trainer.limit_{self.name}_batches, or fewer trainer.devices"
             )
-        return [torch.arange(rank, count, self.size) for rank in self.ranks]
+        return [torch.arange(rank, count, self.parallel.dp_size) for rank in self.ranks]
 
     def _unit(self, loader: DataLoader[Any]) -> int:
         """Return the samples of a global batch: as many as ranks, if the dataset makes the batch of each."""
-        return self.size if yields_batches(loader) else cast(int, loader.batch_size)
-
-    @property
-    def _option(self) -> str:
-        return f"trainer.limit_{self.name}_batches"
+        return self.parallel.dp_size if yields_batches(loader) else cast(int, loader.batch_size)

@@ -230,11 +230,7 @@ class BatchLayout:
 def virtual_layouts(
     batch_size: int, parallel: DataParallelInfo, count: int, has_pairs: bool = False
 ) -> list[BatchLayout]:
-    """Return the layouts of the virtual ranks that a rank computes one by one: those of the ranks of a larger run.
-
-    Args:
-        batch_size, parallel, has_pairs: as of a `BatchLayout`.
-        count: number of virtual ranks of the run.
+    """Return the layouts of those of `count` virtual ranks that a rank computes: those of the ranks of a larger run.
 
     Raises:
         UserError: if the virtual ranks do not divide the batch, or a rank would have none.
@@ -296,6 +292,11 @@ class Division:
     def own_virtual_ranks(self) -> range:
         """The virtual ranks that this rank computes one by one."""
         return self.parallel.virtual_ranks(self.virtual_ranks)
+
+    @property
+    def parts(self) -> int:
+        """Number of parts of a global batch that this rank computes."""
+        return len(self.own_virtual_ranks) if self.bit_exact else self.accumulate
 
     @property
     def sharing(self) -> int:

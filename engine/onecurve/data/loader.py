@@ -52,8 +52,6 @@ class RankLoader:
     Args:
         loader: the user's loader.
         batches: the positions of the rank's batches.
-        seed: the seed of the run.
-        device: the device of the rank.
         is_divided: whether a global batch has other batches too.
         parts: number of batches of `batches` that it yields at once, as the parts of an optimizer step.
         axis: what has the number of samples in a batch.
@@ -108,9 +106,6 @@ class _KeyedBatches(Sampler[Tensor]):
 
     def __init__(self, batches: Batches, seed: int, keep_padding: bool) -> None:
         self.batches, self.seed, self.keep_padding = batches, seed, keep_padding
-
-    def __len__(self) -> int:
-        return len(self.batches)
 
     def __iter__(self) -> Iterator[Tensor]:
         epoch = EVALUATION if isinstance(self.batches, EvaluationBatches) else self.batches.epoch
@@ -203,8 +198,8 @@ def _collate_if_possible(collate: Callable[[list[Any]], Any], samples: list[Any]
         return None
 
 
-def examples(loader: DataLoader[Any], spans: Sequence[tuple[int, int]], seed: int) -> list[tuple[Tensor, Any]]:
-    """Fetch batches of the samples that a loader yields, numbered in a random order; samples may occur twice.
+def examples(loader: DataLoader[Any], spans: Sequence[tuple[int, int]], seed: int) -> list[StepParts]:
+    """Fetch batches, each as one part, of a loader's samples, numbered in a random order; samples may occur twice.
 
     The first samples of a dataset may be of one class. If a `batch_sampler` gives the batches, the samples are those of
     the first one, because others may not fit together.
@@ -212,7 +207,6 @@ def examples(loader: DataLoader[Any], spans: Sequence[tuple[int, int]], seed: in
     Args:
         loader: the user's loader of a map-style dataset.
         spans: the number of the first sample of each batch, and of the one after its last.
-        seed: the seed of the run.
 
     Raises:
         TypeError: if the dataset is a stream.
@@ -228,7 +222,8 @@ def examples(loader: DataLoader[Any], spans: Sequence[tuple[int, int]], seed: in
             positions = order[0][numbers % len(order[0])]
         batches.append(torch.stack([positions, positions]))
     samples = SeededSamples(loader.dataset, collate_function(loader))
-    return list(fetch(loader, samples, batches, min(1, loader.num_workers)))
+    fetched = fetch(loader, samples, batches, min(1, loader.num_workers))
+    return [StepParts([as_part(*batch)]) for batch in fetched]
 
 
 class Loaders(NamedTuple):
@@ -258,12 +253,9 @@ def loaders_of(plain: L.LightningDataModule, name: str, seed: int) -> Loaders:
         with isolate_rng(include_cuda=False), alone():
             seed_generators(seed)
             returned = getattr(plain, f"{name}_dataloader")()
-    default = "max_size_cycle" if name == "train" else "sequential"
-    collection, mode = (
-        (returned.iterables, combination_mode(returned))
-        if isinstance(returned, CombinedLoader)
-        else (returned, default)
-    )
+    collection, mode = returned, "max_size_cycle" if name == "train" else "sequential"
+    if isinstance(returned, CombinedLoader):
+        collection, mode = returned.iterables, combination_mode(returned)
     leaves, structure = tree_flatten([] if collection is None else collection)
     if (mode == "sequential") == (name == "train"):
         raise UserError(

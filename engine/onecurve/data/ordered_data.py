@@ -10,18 +10,10 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from onecurve.data.batch import Batch, StepPart, StepParts, as_part, constant_weights, join
+from onecurve.data.batch import Batch, StepPart, StepParts, constant_weights, join
 from onecurve.data.evaluation_loaders import EvaluationLoaders
-from onecurve.data.layout import (
-    BatchLayout,
-    DataParallelInfo,
-    Division,
-    OneProcess,
-    alone,
-    data_parallel_info,
-)
+from onecurve.data.layout import BatchLayout, DataParallelInfo, Division, OneProcess, alone, data_parallel_info
 from onecurve.data.loader import examples, loaders_of
-from onecurve.data.plain_data import WithPlainData
 from onecurve.data.sampler import total_steps
 from onecurve.data.training_loaders import TrainingLoaders
 from onecurve.errors import UserError
@@ -32,14 +24,15 @@ from onecurve.random.seeding import EVALUATION, SETUP, refuse_draws, seed_genera
 _LOADERS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
 
-class OrderedData(WithPlainData):
+class OrderedData(L.LightningDataModule):
     """Divides the batches of any LightningDataModule among the ranks, in an order that no hardware changes.
 
     A batch of Lightning is a step in parts: micro-batches, or virtual ranks one by one (`run/parts.py`).
 
     The DataModule sees a trainer of one process, so the batch size of its loaders is that of an optimizer step. Each
     loader is taken apart: this class keeps the dataset, `collate_fn`, the sampler and the options of workers. Random
-    transforms of the dataset draw from the global generators, which are seeded for each sample.
+    transforms of the dataset draw from the global generators, which are seeded for each sample. What callbacks,
+    checkpoints and loggers do with the data of a run reaches the DataModule.
 
     The DataModule may have these attributes:
 
@@ -62,6 +55,7 @@ class OrderedData(WithPlainData):
     """
 
     layout: BatchLayout
+    plain: L.LightningDataModule
 
     def __init__(
         self,
@@ -83,6 +77,18 @@ class OrderedData(WithPlainData):
         self._sample_index = torch.empty(0, dtype=torch.int64)
         self.plain = plain  # the last: others are set on it
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "plain":  # not yet unpickled
+            raise AttributeError(name)
+        if hasattr(type(self), name):
+            return self.__getattribute__(name)  # a property that has failed, whose own error this shows
+        return getattr(self.plain, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the DataModule, as callbacks do by `trainer.datamodule`, unless this class has it."""
+        is_own = name in vars(self) or hasattr(type(self), name) or name in type(self).__annotations__
+        super().__setattr__(name, value) if is_own or "plain" not in vars(self) else setattr(self.plain, name, value)
+
     def prepare_data(self) -> None:
         self.plain.trainer = cast(L.Trainer, OneProcess(cast(L.Trainer, self.trainer)))
         self.plain.prepare_data()
@@ -101,9 +107,10 @@ class OrderedData(WithPlainData):
             self.plain.setup(stage)
         for name in _LOADERS[stage]:
             self._take_loaders(name)
-        if not self._leaves(_LOADERS[stage][0]):
+        first = _LOADERS[stage][0]
+        if not (self._training if first == "train" else self._evaluation[first].leaves):
             raise UserError(
-                f"{type(self.plain).__name__} has no {_LOADERS[stage][0]}_dataloader: add it, or leave this stage out "
+                f"{type(self.plain).__name__} has no {first}_dataloader: add it, or leave this stage out "
                 "(fit=false, test=false)"
             )
         if stage == "fit":
@@ -111,6 +118,18 @@ class OrderedData(WithPlainData):
         for name in _LOADERS[stage]:
             if name != "train":
                 self._evaluation[name].check(self._takes_batch)
+
+    def teardown(self, stage: str) -> None:
+        self.plain.teardown(stage)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.plain.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.plain.load_state_dict(state_dict)
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.plain.on_exception(exception)
 
     def train_dataloader(self) -> Any:
         """Return the loader of this rank's share of each global batch, or of each batch of several loaders."""
@@ -121,13 +140,7 @@ class OrderedData(WithPlainData):
         return loader
 
     def resume(self, epoch: int, steps: int, states: list[Any]) -> None:
-        """Let training start in an epoch of which so many steps are trained already.
-
-        Args:
-            epoch: the epoch.
-            steps: its steps that are trained.
-            states: the states of streams, as `states_after` these steps has returned them.
-        """
+        """Let training start in an epoch of which so many steps are trained, with the `states_after` these steps."""
         self._resumed = (epoch, steps, states)
         if self._training:  # a module that counts its steps in `setup` has asked for the loader already
             self._training.resume(epoch, steps, states)
@@ -142,11 +155,9 @@ class OrderedData(WithPlainData):
         return self._evaluation["val"].of_rank(self._device)
 
     def test_dataloader(self) -> Any:
-        """Return this rank's loader of test samples, a list of several, or an empty list."""
         return self._evaluation["test"].of_rank(self._device)
 
     def predict_dataloader(self) -> Any:
-        """Return this rank's loader of samples to predict, or a list of several."""
         return self._evaluation["predict"].of_rank(self._device)
 
     def on_before_batch_transfer(self, batch: StepParts, dataloader_idx: int) -> StepParts:
@@ -154,13 +165,12 @@ class OrderedData(WithPlainData):
         return batch.map(self._before_transfer, dataloader_idx)
 
     def transfer_batch_to_device(self, batch: StepParts, device: torch.device, dataloader_idx: int) -> StepParts:
-        """Call the hook of the DataModule, or that of the module, for each part."""
         return batch.map(self._transfer, device, dataloader_idx)
 
     def on_after_batch_transfer(self, batch: StepParts, dataloader_idx: int) -> Any:
-        """Call the hook of the DataModule, or that of the module, for each part; return what the hooks of a step get.
+        """Return what the hooks of a step get, after the hook of the DataModule, or that of the module, for each part.
 
-        That is the batch of one part, or micro-batches joined to one. Of several virtual ranks it is the batch of the
+        It is the batch of one part, or micro-batches joined to one. Of several virtual ranks it is the batch of the
         first, as each process of DistributedDataParallel sees the batch of its own rank.
         """
         self.parts = batch.map(self._after_transfer, dataloader_idx)
@@ -169,7 +179,6 @@ class OrderedData(WithPlainData):
         return batches[0] if self.bit_exact or len(batches) == 1 else join(batches)
 
     def begin_part(self, part: StepPart) -> None:
-        """Let `sample_index` be that of a part of the step."""
         self._sample_index = part.samples
 
     def end_parts(self) -> None:
@@ -200,13 +209,12 @@ class OrderedData(WithPlainData):
         or the pair of a `Batch`.
         """
         self.begin_part(part)
-        if isinstance(part.batch, Batch):
+        is_batch = isinstance(part.batch, Batch)
+        if self.bit_exact and not is_batch:
+            self._seed(part, 2)
+        is_divided = not is_batch and self.division.is_divided
+        with refuse_draws("on_after_batch_transfer", is_divided, self._module.device.type):
             batch = self._hook("on_after_batch_transfer")(part.batch, dataloader_idx)
-        else:
-            if self.bit_exact:
-                self._seed(part, 2)
-            with refuse_draws("on_after_batch_transfer", self.is_divided, self._module.device.type):
-                batch = self._hook("on_after_batch_transfer")(part.batch, dataloader_idx)
         if not self._takes_batch:
             if not isinstance(batch, Batch):
                 return batch
@@ -235,20 +243,10 @@ class OrderedData(WithPlainData):
         return data_parallel_info(self.trainer)
 
     @property
-    def own_virtual_ranks(self) -> range:
-        """The virtual ranks that this rank computes one by one, in training and in evaluation."""
-        return self.parallel.virtual_ranks(self.virtual_ranks)
-
-    @property
     def division(self) -> Division:
         """The division of global batches into the parts of this rank."""
         has_pairs = getattr(self.plain, "has_pairs", False)
         return Division(self.parallel, self.accumulate, self.virtual_ranks, self.bit_exact, has_pairs)
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether ranks or accumulated micro-batches hold parts of a global batch."""
-        return self.division.is_divided
 
     @property
     def global_batch_size(self) -> int:
@@ -322,8 +320,8 @@ class OrderedData(WithPlainData):
         """
         if self._training and not evaluates:
             return self._training.example_batches(spans)
-        loader = self._leaves("val")[0] if evaluates else self._any_loader
-        return [StepParts([as_part(*one)]) for one in examples(loader, spans, self.run_seed)]
+        loader = self._evaluation["val"].leaves[0] if evaluates else self._any_loader
+        return examples(loader, spans, self.run_seed)
 
     @property
     def training_samples(self) -> list[tuple[Any, int | None, str | None]]:
@@ -356,7 +354,7 @@ class OrderedData(WithPlainData):
     def _check_training(self) -> None:
         assert self._training
         is_weighted = self._takes_batch or (self._module.automatic_optimization and self.parallel.num_microbatches == 1)
-        may_be_uneven = self.layout.is_uneven or (self.is_divided and not self._training.has_layout)
+        may_be_uneven = self.layout.is_uneven or (self.division.is_divided and not self._training.has_layout)
         if may_be_uneven and not is_weighted:
             raise UserError(
                 f"{type(self._module).__name__} averages over the batch of its own process, but the "
@@ -377,11 +375,6 @@ class OrderedData(WithPlainData):
         """Return the DataModule's own hook, or else the module's, as Lightning would choose."""
         is_own = is_overridden(name, self.plain, L.LightningDataModule)
         return getattr(self.plain if is_own else self._module, name)
-
-    def _leaves(self, name: str) -> list[DataLoader[Any]]:
-        if name == "train":
-            return self._training.loaders.leaves if self._training else []
-        return self._evaluation[name].leaves
 
     @property
     def _any_loader(self) -> DataLoader[Any]:

@@ -4,6 +4,7 @@ Lightning counts its limits in batches of a rank, whose size depends on the numb
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise, repeat
 
 import torch
@@ -25,6 +26,7 @@ class Place:
             self.epoch, self.start = epoch, 0
 
 
+@dataclass(eq=False)
 class TrainingBatches(Place, Sampler[Tensor]):
     """Batches of one data-parallel rank in an epoch, as a pure function of (seed, epoch, start).
 
@@ -41,11 +43,11 @@ class TrainingBatches(Place, Sampler[Tensor]):
         weight: samples of a batch of this rank, relative to their mean over the ranks.
     """
 
-    def __init__(
-        self, batch_size: int, positions: Tensor, steps: int, order: Callable[[int], Tensor], weight: float = 1.0
-    ) -> None:
-        self.batch_size, self.positions, self.steps, self.order = batch_size, positions, steps, order
-        self.weight = weight
+    batch_size: int
+    positions: Tensor
+    steps: int
+    order: Callable[[int], Tensor]
+    weight: float = 1.0
 
     def __len__(self) -> int:
         return self.steps * len(self.positions)
@@ -68,6 +70,7 @@ class TrainingBatches(Place, Sampler[Tensor]):
         return repeat(self.weight)
 
 
+@dataclass(eq=False)
 class GivenBatches(Place, Sampler[Tensor]):
     """Batches of one data-parallel rank in an epoch, of those that a user's `batch_sampler` gives.
 
@@ -82,17 +85,12 @@ class GivenBatches(Place, Sampler[Tensor]):
         virtual_ranks: number of given batches of a step.
     """
 
-    def __init__(
-        self,
-        given: Callable[[int], Sequence[Tensor]],
-        positions: Callable[[int], Tensor],
-        sharing: int,
-        steps: int,
-        own: Sequence[int] | None = None,
-        virtual_ranks: int = 1,
-    ) -> None:
-        self.given, self.positions, self.sharing, self.steps = given, positions, sharing, steps
-        self.own, self.virtual_ranks = own, virtual_ranks
+    given: Callable[[int], Sequence[Tensor]]
+    positions: Callable[[int], Tensor]
+    sharing: int
+    steps: int
+    own: Sequence[int] | None = None
+    virtual_ranks: int = 1
 
     def __len__(self) -> int:
         parts = self.positions(len(self.given(self.epoch)[0])) if self.own is None else self.own

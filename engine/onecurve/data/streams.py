@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
 from typing import Any
@@ -32,8 +33,10 @@ from onecurve.random.seeding import are_equal, refuse_draws, seed_generators
 _log = logging.getLogger(__name__)
 _PROBED = 4  # samples
 _KEPT_STATES = 4  # Lightning fetches a batch or two ahead
+_HASHED = 256  # keys that are computed at once
 
 
+@dataclass(eq=False)
 class StreamLoader(Place):
     """Yields the batches of a rank from a stream, each as `StepParts`.
 
@@ -41,11 +44,9 @@ class StreamLoader(Place):
     the samples that are trained already are read and dropped.
 
     Args:
-        loader: the user's loader.
         batch_size: samples of a global batch.
         divide: maps a number of samples to the positions in it of each part of this rank.
         steps: global batches to read; None for all.
-        seed: the seed of the run.
         is_divided: whether a global batch has parts of other ranks or micro-batches.
         weight: samples of a part of this rank, relative to their mean over the ranks.
         steps_per_pass: the stream begins again after so many global batches; None for never.
@@ -53,28 +54,22 @@ class StreamLoader(Place):
         has_exact_state: whether the stream goes on from its state.
     """
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        batch_size: int,
-        divide: Callable[[int], Iterable[Tensor]],
-        steps: int | None,
-        seed: int,
-        is_divided: bool = False,
-        weight: float = 1.0,
-        steps_per_pass: int | None = None,
-        evaluates: bool = False,
-        has_exact_state: bool = False,
-    ) -> None:
-        super().__init__()
-        self.loader, self.batch_size, self.divide, self.steps, self.seed = loader, batch_size, divide, steps, seed
-        self.is_divided, self.weight, self.evaluates = is_divided, weight, evaluates
-        self.steps_per_pass = steps_per_pass
-        self.dataset: Any = loader.dataset
+    loader: DataLoader[Any]
+    batch_size: int
+    divide: Callable[[int], Iterable[Tensor]]
+    steps: int | None
+    seed: int
+    is_divided: bool = False
+    weight: float = 1.0
+    steps_per_pass: int | None = None
+    evaluates: bool = False
+    has_exact_state: bool = False
+
+    def __post_init__(self) -> None:
+        self.dataset: Any = self.loader.dataset
         self.sampler = self.batch_sampler = self  # Lightning sets the epoch
         self.state: Any = None  # of the stream at `start`, from a checkpoint
-        self.has_exact_state = has_exact_state
-        self._states: dict[int, Any] = {}  # of the stream after each of the last steps
+        self.states: dict[int, Any] = {}  # after each of the last steps of the epoch, if the stream has exact ones
 
     def __len__(self) -> int:
         if self.steps is None:
@@ -83,15 +78,11 @@ class StreamLoader(Place):
 
     def __iter__(self) -> Iterator[StepParts]:
         for step, (parts, state) in enumerate(_in_worker(self.loader, self._read), self.start + 1):
-            self._states[step] = state
-            self._states.pop(step - _KEPT_STATES, None)
+            self.states[step] = state
+            self.states.pop(step - _KEPT_STATES, None)
             is_made = yields_batches(self.loader)
             step_parts = StepParts(as_part(places, batch, self.weight, is_made) for places, batch in parts)
             yield from (StepParts([part]) for part in step_parts) if self.evaluates else (step_parts,)
-
-    def state_after(self, steps: int) -> Any:
-        """Return the state of the stream after so many steps of the epoch; None if it has none that is exact."""
-        return self._states.get(steps)
 
     def _read(self) -> Iterator[tuple[list[Any], Any]]:
         """Yield the parts of each step, as places in the epoch and a batch, and the state of the stream after it."""
@@ -102,9 +93,9 @@ class StreamLoader(Place):
             first = self.start
         for step in count(first) if self.steps is None else range(first, self.steps):
             if step == first or (per_pass and step % per_pass == 0):
-                cursor = _Cursor(self.dataset, self.seed, self.epoch, step * self.batch_size, state)
+                reader = _seeded_samples(self.dataset, self.seed, self.epoch, step * self.batch_size, state)
                 state = None
-            samples = cursor.read(self.batch_size)
+            samples = list(islice(reader, self.batch_size))
             if len(samples) < self.batch_size and not (self.evaluates and samples):
                 if self.steps is not None and not self.evaluates:
                     raise UserError(
@@ -142,8 +133,8 @@ def examine(loader: DataLoader[Any], seed: int) -> tuple[str | None, bool]:
         has_exact_state = are_equal(second, resumed) and is_plain(state)
     digests = [_digest([first, second])]
     if dist.is_initialized():
-        digests = [""] * dist.get_world_size()
-        dist.all_gather_object(digests, _digest([first, second]))
+        digests *= dist.get_world_size()
+        dist.all_gather_object(digests, digests[0])
     message = (
         f"{type(loader.dataset).__name__} yields other samples when it is read again, although torch, NumPy and "
         "Python are seeded alike, so %s would read others: let it draw from their global generators"
@@ -158,10 +149,10 @@ def examine(loader: DataLoader[Any], seed: int) -> tuple[str | None, bool]:
 
 def _probe(dataset: Any, seed: int, place: int = 0, state: Any = None) -> Iterator[tuple[list[Any], Any, list[Any]]]:
     """Yield some samples, the state of the stream after them, and the samples that follow."""
-    cursor = _Cursor(dataset, seed, 0, place, state)
-    first = cursor.read(_PROBED)
+    reader = _seeded_samples(dataset, seed, 0, place, state)
+    first = list(islice(reader, _PROBED))
     after = copy.deepcopy(dataset.state_dict()) if _has_state(dataset) else None
-    yield first, after, cursor.read(_PROBED)
+    yield first, after, list(islice(reader, _PROBED))
 
 
 def _digest(samples: list[Any]) -> str:
@@ -182,42 +173,29 @@ def _in_worker(loader: DataLoader[Any], function: Callable[[], Iterator[Any]]) -
         yield from DataLoader(reader, batch_size=None, collate_fn=tuple, pin_memory=loader.pin_memory, **options)
 
 
-class _Cursor:
-    """Reads a stream; the global generators are seeded for each sample.
-
-    Args:
-        dataset: the stream.
-        seed: the seed of the run.
-        epoch: the epoch, which `set_epoch` of the stream gets.
-        place: the place of the next sample in the epoch.
-        state: the state of the stream at this place.
-    """
-
-    def __init__(self, dataset: Any, seed: int, epoch: int, place: int, state: Any = None) -> None:
-        self.seed, self.epoch, self.place = seed, epoch, place
-        seed_generators(int(hash_ints(seed, epoch, -1 - place)))
-        if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(epoch)
-        if state is not None:
-            dataset.load_state_dict(state)
-        self._samples = iter(dataset)
-
-    def read(self, number: int) -> list[Any]:
-        """Return the next samples, fewer at the end of the stream."""
-        keys = hash_ints(self.seed, self.epoch, torch.arange(self.place, self.place + number)).tolist()
-        self.place += number
-        samples: list[Any] = []
-        for key in keys:
+def _seeded_samples(dataset: Any, seed: int, epoch: int, place: int, state: Any = None) -> Iterator[Any]:
+    """Read a stream from a place in the epoch, at which it has a state; the global generators are seeded for each."""
+    seed_generators(int(hash_ints(seed, epoch, -1 - place)))
+    if hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(epoch)
+    if state is not None:
+        dataset.load_state_dict(state)
+    samples = iter(dataset)
+    for first in count(place, _HASHED):
+        for key in hash_ints(seed, epoch, torch.arange(first, first + _HASHED)).tolist():
             seed_generators(key)
-            samples += islice(self._samples, 1)
-        return samples
+            try:
+                yield next(samples)
+            except StopIteration:
+                return
 
 
+@dataclass(eq=False)
 class _Reader(IterableDataset[Any]):
     """Yields what a function yields, in a world of one process."""
 
-    def __init__(self, dataset: Any, function: Callable[[], Iterator[Any]]) -> None:
-        self.dataset, self.function = dataset, function
+    dataset: Any
+    function: Callable[[], Iterator[Any]]
 
     def __iter__(self) -> Iterator[Any]:
         with alone():

@@ -1,6 +1,6 @@
 """The loaders of the training data: each is divided alike into the parts of a step, whatever kind of loader it is."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import chain, repeat, zip_longest
 from typing import Any, cast
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from onecurve.data.batch import StepParts, as_part
+from onecurve.data.batch import StepParts
 from onecurve.data.layout import Division
 from onecurve.data.loader import (
     Loaders,
@@ -34,23 +34,25 @@ class TrainingLoaders:
     """The training loaders of a run: one, or a collection of several that a step takes a batch of each.
 
     Args:
-        loaders: what `train_dataloader` returned.
         division: the division of a global batch among ranks and micro-batches.
-        seed: the seed of the run.
         limit: the limit of steps per epoch; None for all.
 
     Attributes:
+        batch_size: samples of a global batch of the first loader; of its first batch, if a batch_sampler gives them.
         layouts: those of the first loader's batches.
+        has_layout: whether each batch has their size: not of several loaders, nor of a batch_sampler.
     """
 
     def __init__(self, loaders: Loaders, division: Division, seed: int, limit: int | float | None) -> None:
         self.loaders, self.limit = loaders, limit
         self.rank_loaders: list[RankLoader | StreamLoader] = []
         self.sources = [_source(loader, division, seed) for loader in loaders.leaves]
-        size = self.batch_size
-        if division.bit_exact and isinstance(self.sources[0], _Given):  # batches of virtual ranks, of any sizes
+        size = self.batch_size = self.sources[0].batch_size
+        is_given = isinstance(self.sources[0], _Given)
+        if division.bit_exact and is_given:  # batches of virtual ranks, of any sizes
             size -= size % division.virtual_ranks
         self.layouts = division.layouts(size)
+        self.has_layout = len(self.sources) == 1 and not is_given
         for source in self.sources:
             _check(source, loaders.method)
         is_even = all(division.weight(source.batch_size) == 1 for source in self.sources)
@@ -59,16 +61,6 @@ class TrainingLoaders:
                 f"{loaders.method}: the processes have different numbers of samples of one of its loaders: set "
                 "batch sizes that divide among them, or bit_exact=true"
             )
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of a global batch of the first loader; of its first batch, if a batch_sampler gives them."""
-        return self.sources[0].batch_size
-
-    @property
-    def has_layout(self) -> bool:
-        """Whether each batch has the size of the layouts: not of several loaders, nor of a batch_sampler."""
-        return len(self.sources) == 1 and not isinstance(self.sources[0], _Given)
 
     @cached_property
     def steps(self) -> int | None:
@@ -102,17 +94,14 @@ class TrainingLoaders:
 
     def states_after(self, steps: int) -> list[Any]:
         """Return the state of each stream after so many steps of the epoch."""
-        return [loader.state_after(steps) if isinstance(loader, StreamLoader) else None for loader in self.rank_loaders]
+        return [loader.states.get(steps) if isinstance(loader, StreamLoader) else None for loader in self.rank_loaders]
 
     def example_batches(self, spans: Sequence[tuple[int, int]]) -> list[StepParts]:
         """Return a batch of the samples of the first loader for each of `spans`, and of others alike."""
         of_sources = []
         for source in self.sources:
             scaled = [[-(-number * source.batch_size // self.batch_size) for number in span] for span in spans]
-            fetched = source.examples([(first, max(last, first + 1)) for first, last in scaled])
-            of_sources.append([StepParts([as_part(*one)]) for one in fetched])
-        if self.loaders.structure.is_leaf():
-            return of_sources[0]
+            of_sources.append(source.examples([(first, max(last, first + 1)) for first, last in scaled]))
         return [combine(several, self.loaders.structure) for several in zip(*of_sources, strict=True)]
 
     def _steps_of(self, source: "_Source") -> int | None:
@@ -162,35 +151,38 @@ def combine(of_loaders: Sequence[StepParts | None], structure: TreeSpec) -> Step
 
 
 class _Samples:
-    """A loader of a map-style dataset, in the order of its sampler. Without a `batch_size` its samples are batches."""
+    """A loader of a map-style dataset, in the order of its sampler. Without a `batch_size` its samples are batches.
+
+    Attributes:
+        per_step: what a step takes of the order: samples, or batches that are given.
+    """
 
     digest: str | None = None
     axis: SampleAxis | None = None
 
     def __init__(self, loader: DataLoader[Any], division: Division, seed: int) -> None:
         self.loader, self.division, self.seed = loader, division, seed
-        self.batch_size = loader.batch_size or division.virtual_ranks
+        self.batch_size = self.per_step = loader.batch_size or division.virtual_ranks
         self.samples = len(cast(Any, loader.sampler))
         self.steps = self.samples // self.batch_size
 
     def of_rank(self, steps: int | None, device: torch.device) -> RankLoader:
         assert steps is not None
-        count = min(steps, self.steps) * self.batch_size
+        count, division = min(steps, self.steps) * self.per_step, self.division
         order = partial(_in_cycles, self.loader, self.seed, count, -(-steps // self.steps))
-        positions = self.division.positions(self.batch_size)
-        weight = self.division.weight(self.batch_size)
-        batches = TrainingBatches(self.batch_size, positions, steps, order, weight)
-        return RankLoader(self.loader, batches, self.seed, device, self.division.is_divided, len(positions), self.axis)
+        batches = self._batches(order, steps)
+        return RankLoader(self.loader, batches, self.seed, device, division.is_divided, division.parts, self.axis)
 
-    def examples(self, spans: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Any]]:
+    def examples(self, spans: Sequence[tuple[int, int]]) -> list[StepParts]:
         return examples(self.loader, spans, self.seed)
 
+    def _batches(self, order: Callable[[int], Any], steps: int) -> TrainingBatches | GivenBatches:
+        size, division = self.batch_size, self.division
+        return TrainingBatches(size, division.positions(size), steps, order, division.weight(size))
 
-class _Given:
+
+class _Given(_Samples):
     """A loader of a map-style dataset whose batches a `batch_sampler` gives."""
-
-    digest: str | None = None
-    axis: SampleAxis | None = None
 
     def __init__(self, loader: DataLoader[Any], division: Division, seed: int) -> None:
         self.loader, self.division, self.seed = loader, division, seed
@@ -200,17 +192,10 @@ class _Given:
         self.samples = sum(map(len, batches))
         self.steps = len(batches) // self.per_step
 
-    def of_rank(self, steps: int | None, device: torch.device) -> RankLoader:
-        assert steps is not None
-        count, division = min(steps, self.steps) * self.per_step, self.division
-        given = partial(_in_cycles, self.loader, self.seed, count, -(-steps // self.steps))
+    def _batches(self, order: Callable[[int], Any], steps: int) -> GivenBatches:
+        division = self.division
         own = division.own_virtual_ranks if division.bit_exact else None
-        batches = GivenBatches(given, division.positions, division.sharing, steps, own, self.per_step)
-        parts = division.accumulate if own is None else len(own)
-        return RankLoader(self.loader, batches, self.seed, device, division.is_divided, parts, self.axis)
-
-    def examples(self, spans: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Any]]:
-        return examples(self.loader, spans, self.seed)
+        return GivenBatches(order, division.positions, division.sharing, steps, own, self.per_step)
 
 
 class _Stream:
@@ -232,15 +217,14 @@ class _Stream:
             has_exact_state=self.has_exact_state,
         )
 
-    def examples(self, spans: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Any]]:
+    def examples(self, spans: Sequence[tuple[int, int]]) -> list[StepParts]:
         """Return a batch of the samples at the places of each of `spans`."""
         places = [torch.arange(first, first + 1 if yields_batches(self.loader) else last) for first, last in spans]
         end = max(last for _, last in spans)
-        read = StreamLoader(self.loader, end, partial(_up_to, places), 1, self.seed, evaluates=True)
-        return [(part.samples, part.batch) for (part,) in read]
+        return list(StreamLoader(self.loader, end, partial(_up_to, places), 1, self.seed, evaluates=True))
 
 
-_Source = _Samples | _Given | _Stream
+_Source = _Samples | _Stream
 
 
 def _check(source: _Source, method: str) -> None:

@@ -97,11 +97,6 @@ def _bytes_of(values: Any) -> bytes:
 def continue_experiment(checkpoint: dict[str, Any], current: Experiment, config: DictConfig) -> Experiment:
     """Return the experiment of a run that continues the one of a checkpoint; log if it is another one.
 
-    Args:
-        checkpoint: the checkpoint.
-        current: the experiment of the configuration.
-        config: the resolved configuration.
-
     Raises:
         CheckpointUserError: if an option differs that a continued run cannot change, or the training data; or if plain
             Lightning wrote the checkpoint.

@@ -35,11 +35,10 @@ class SampleDropout(nn.Dropout):
     salt: int = 0
 
     def forward(self, input: Tensor) -> Tensor:
-        has_rows = self.sample_hash is not None and len(input) == len(self.sample_hash)
-        if not (self.training and 0 < self.p < 1 and has_rows):
+        hashes = self.sample_hash
+        if hashes is None or len(input) != len(hashes) or not (self.training and 0 < self.p < 1):
             return super().forward(input)
-        assert self.sample_hash is not None
-        return input * keep_mask(self.sample_hash, input.shape, self.p) / (1 - self.p)
+        return input * keep_mask(hashes, input.shape, self.p) / (1 - self.p)
 
 
 class DropPath(SampleDropout):

@@ -218,9 +218,6 @@ class RandomNumbers(L.Callback):
 
     Before each batch, torch, NumPy and Python are seeded with a hash of (seed, epoch, step), and the samples get their
     keys.
-
-    Args:
-        seed: seed of the run.
     """
 
     def __init__(self, seed: int) -> None:
@@ -252,12 +249,9 @@ class RandomNumbers(L.Callback):
 
         The functions that draw for each sample have the numbers that they have without virtual ranks.
         """
-        data, epoch, device = cast(Any, trainer.datamodule), _epoch(trainer), trainer.lightning_module.device
-        samples, of_step, seed = data.sample_index, self._seed(epoch, step), self._seed(epoch, step, number)
-        seed_generators(seed, device.type)
-        sample_random.begin(
-            lambda: hash_ints(self.seed, epoch, samples), device, is_divided=False, shift=of_step - seed
-        )
+        epoch = _epoch(trainer)
+        of_step, seed = self._seed(epoch, step), self._seed(epoch, step, number)
+        self._begin(trainer, seed, is_divided=False, shift=of_step - seed)
         self._set_keys()
 
     def _set_keys(self) -> None:
@@ -297,11 +291,14 @@ class RandomNumbers(L.Callback):
 
     def _begin_batch(self, trainer: L.Trainer, number: int) -> None:
         data: Any = trainer.datamodule
-        epoch, samples, parallel = _epoch(trainer), data.sample_index, data.parallel
-        device = trainer.lightning_module.device
-        seed_generators(self._seed(epoch, number), device.type)
-        is_divided = not data.bit_exact and parallel.dp_size * parallel.num_microbatches * data.accumulate > 1
-        sample_random.begin(lambda: hash_ints(self.seed, epoch, samples), device, is_divided)
+        is_divided = not data.bit_exact and data.parallel.dp_size * data.parallel.num_microbatches * data.accumulate > 1
+        self._begin(trainer, self._seed(_epoch(trainer), number), is_divided)
+
+    def _begin(self, trainer: L.Trainer, seed: int, is_divided: bool, shift: int = 0) -> None:
+        data, epoch, device = cast(Any, trainer.datamodule), _epoch(trainer), trainer.lightning_module.device
+        samples = data.sample_index
+        seed_generators(seed, device.type)
+        sample_random.begin(lambda: hash_ints(self.seed, epoch, samples), device, is_divided, shift)
 
 
 def _epoch(trainer: L.Trainer) -> int:

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +45,7 @@ def find_sample_axis(pairs: Sequence[Any], singles: Sequence[Any]) -> SampleAxis
     return axis if times > 1 else None
 
 
+@dataclass(eq=False)
 class SeededSamples(Dataset[Any]):
     """Fetches batches: the positions of n samples, (n,), and what `collate` makes of the samples.
 
@@ -58,14 +60,10 @@ class SeededSamples(Dataset[Any]):
         axis: what has the number of samples in a batch, if it is known.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        collate: Callable[[list[Any]], Any],
-        is_divided: bool = False,
-        axis: SampleAxis | None = None,
-    ) -> None:
-        self.dataset, self.collate, self.is_divided, self.axis = dataset, collate, is_divided, axis
+    dataset: Any
+    collate: Callable[[list[Any]], Any]
+    is_divided: bool = False
+    axis: SampleAxis | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)

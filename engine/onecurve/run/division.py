@@ -56,7 +56,7 @@ class DivisionCheck(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         data: Any = trainer.datamodule
         is_plain = pl_module.automatic_optimization and not getattr(pl_module, "takes_batch", False)
-        is_divided = (data.is_divided or self.is_always_due) and data.parallel.num_microbatches == 1
+        is_divided = (data.division.is_divided or self.is_always_due) and data.parallel.num_microbatches == 1
         has_metrics = data.evaluates("val") and is_overridden("validation_step", pl_module)
         self._checks_loss = is_plain and is_divided
         self._checks_metrics = self._checks_loss and has_metrics

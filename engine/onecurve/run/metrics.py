@@ -100,7 +100,7 @@ class VirtualMetrics(L.Callback):
     def states(self, name: str, metric: Any) -> dict[int, _State]:
         """Return the states of a metric on the virtual ranks of this process."""
         states = self._states.get(name, {}) | {self._current: states_of(metric)}
-        own = self._trainer.datamodule.own_virtual_ranks
+        own = self._trainer.datamodule.division.own_virtual_ranks
         return {number: states.get(number) or _initial_state(metric) for number in own}
 
     def restore(self, name: str, metric: Any, states: list[_State]) -> None:
@@ -111,7 +111,7 @@ class VirtualMetrics(L.Callback):
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        own = trainer.datamodule.own_virtual_ranks
+        own = trainer.datamodule.division.own_virtual_ranks
         self.enter(own[batch_idx % len(own)])
 
     on_test_batch_start = on_validation_batch_start

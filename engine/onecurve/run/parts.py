@@ -164,7 +164,7 @@ def evaluate_virtual_ranks(strategy: Any) -> None:
 def _evaluate(strategy: Any, step: Callable[..., Any], batch: Any, batch_idx: int | None = None, *loader: int) -> Any:
     indices = loader
     if batch_idx is not None:
-        indices = (batch_idx // len(strategy.lightning_module.trainer.datamodule.own_virtual_ranks), *loader)
+        indices = (batch_idx // len(strategy.lightning_module.trainer.datamodule.division.own_virtual_ranks), *loader)
     with _without_collectives(strategy):
         return step(strategy, batch, *indices)
 

@@ -54,7 +54,7 @@ class PreemptionHandler(L.Callback):
     ) -> None:
         data: Any = trainer.datamodule
         # Ranks may have different numbers of virtual ranks, each of which has a batch of its own.
-        if not data.bit_exact or batch_idx % len(data.own_virtual_ranks) == 0:
+        if not data.bit_exact or batch_idx % len(data.division.own_virtual_ranks) == 0:
             self._stop_if_requested(trainer)
 
     on_predict_batch_start = on_test_batch_start
