@@ -52,13 +52,13 @@ class EvaluationLoaders:
 
     def check(self, takes_batch: bool) -> None:
         """Check that each rank has a sample in each batch, unless padding has a weight of zero; and can be gathered."""
-        for loader in self.leaves:
+        for loader in filter(self._has_samples, self.leaves):
             may_pad = makes_batches(loader.dataset) and (takes_batch or self.name == "predict")
             if not may_pad and not isinstance(loader.dataset, IterableDataset):
                 self._batches(loader).check_no_rank_is_empty(self.name)
 
     def _has_samples(self, loader: DataLoader[Any]) -> bool:
-        return isinstance(loader.dataset, IterableDataset) or len(cast(Any, loader.sampler)) > 0
+        return isinstance(loader.dataset, IterableDataset) or len(order_of(loader, self.seed, EVALUATION)) > 0
 
     def _batches(self, loader: DataLoader[Any]) -> EvaluationBatches:
         order, unit = order_of(loader, self.seed, EVALUATION), self._unit(loader)

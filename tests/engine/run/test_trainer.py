@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, RandomDataset
 from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import OmegaConf
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 from torchmetrics import MeanMetric
 
 import onecurve
@@ -655,6 +655,13 @@ def fit_with_other_weights(folder: Path) -> None:
 def test_ranks_begin_with_the_same_weights(pool: Pool, folder: Path) -> None:
     with pytest.raises(RankFailed, match="the ranks begin with different weights: build the module after the trainer"):
         pool.run(2, fit_with_other_weights, folder)
+
+
+def test_a_batch_sampler_without_a_batch_leaves_validation_out(folder: Path) -> None:
+    one = trainer(folder)
+    one.fit(Boring(), loader(), DataLoader(RandomDataset(32, 3), batch_sampler=BatchSampler(range(3), 4, True)))
+    assert one.global_step == 8
+    assert one.validate() == []
 
 
 def test_the_seed_is_that_of_seed_everything(folder: Path) -> None:
