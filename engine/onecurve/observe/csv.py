@@ -30,6 +30,7 @@ class CSVLogger(Logger):
         self._rows: list[dict[str, Any]] | None = None
         self._columns = ["step", "epoch"]
         self._lacks_rows = False  # whether the last write failed
+        self._has_cut_rows = False  # whether the file still has rows that were cut
 
     @property
     def name(self) -> str:
@@ -73,8 +74,8 @@ class CSVLogger(Logger):
         # A second test of a step, such as that of other data, has a row of its own.
         tests = [name for name in metrics if name.startswith("test")]
         is_new = earlier["step"] != step or any(str(earlier.get(name, row[name])) != str(row[name]) for name in tests)
-        is_file_complete = self.file.exists() and not self._lacks_rows
-        can_append = is_new and place == len(rows) and is_file_complete and set(row) <= set(self._columns)
+        is_current = self.file.exists() and not (self._lacks_rows or self._has_cut_rows)
+        can_append = is_new and place == len(rows) and is_current and set(row) <= set(self._columns)
         self._columns += [name for name in row if name not in self._columns]
         if is_new:
             rows.insert(place, row)
@@ -86,7 +87,7 @@ class CSVLogger(Logger):
                     self._writer(stream).writerow(row)
             else:
                 self._rewrite()
-            self._lacks_rows = False
+            self._lacks_rows = self._has_cut_rows = False
         except OSError as error:  # such as a full disk
             if not self._lacks_rows:
                 _log.warning("%s lacks rows until it can be written; training continues: %s", self.file.name, error)
@@ -94,10 +95,13 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def cut(self, step: int) -> None:
-        """Remove the rows from `step` on, because a resumed run trains these steps again."""
-        if self._read():
-            self._rows = [row for row in self._read() if row["step"] < step]
-            self._rewrite()
+        """Remove the rows from `step` on, because a resumed run trains these steps again.
+
+        The file keeps them until the next row is logged: the first step may be refused.
+        """
+        rows = self._read()
+        self._rows = [row for row in rows if row["step"] < step]
+        self._has_cut_rows = len(self._rows) < len(rows)
 
     def _read(self) -> list[dict[str, Any]]:
         """Return the rows; the first call reads those of an earlier process, without a truncated last line."""
