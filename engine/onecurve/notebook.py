@@ -46,8 +46,8 @@ class Result:
         """The rows of metrics.csv, each without its empty cells; `pandas.DataFrame` takes them."""
         file = self.folder / "metrics.csv"
         with file.open(newline="") as stream:
-            rows = [{name: cell for name, cell in row.items() if cell} for row in csv.DictReader(stream)]
-        return [{name: _COLUMN_TYPES.get(name, float)(cell) for name, cell in row.items()} for row in rows]
+            rows = list(csv.DictReader(stream))
+        return [{name: _COLUMN_TYPES.get(name, float)(cell) for name, cell in row.items() if cell} for row in rows]
 
 
 def compose(*overrides: str) -> DictConfig:
