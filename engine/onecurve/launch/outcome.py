@@ -176,7 +176,7 @@ def record_restart(run_dir: str, end: RankFailedError | Stopped, reason: str = "
 
 def _event_and_reason(error: BaseException) -> tuple[str, str]:
     if isinstance(error, Stopped):
-        return "stopped", "other devices" if error.number == RESIZE else Signals(error.number).name
+        return "stopped", "resized" if error.number == RESIZE else Signals(error.number).name
     if isinstance(error, KeyboardInterrupt):
         return "stopped", SIGINT.name
     lines = str(error).strip().splitlines() or [""]

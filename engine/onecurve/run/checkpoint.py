@@ -121,13 +121,13 @@ def find_checkpoint(trainer: L.Trainer, ckpt_path: str | Path | None) -> str | N
 def best_checkpoint(trainer: L.Trainer) -> str:
     """Return the best checkpoint of a run, that of rank zero, on every rank; another process may have fitted it."""
     callback = next(iter(monitoring(trainer)), None)
-    own = callback and (callback.best_model_path or _best_of_earlier_process(trainer, callback))
-    if not callback or not own:
+    own = (callback.best_model_path or _best_of_earlier_process(trainer, callback)) if callback else ""
+    path = trainer.strategy.broadcast(own)  # before the error, or a rank without a path would leave the others waiting
+    if not callback or not path:
         raise UserError(
             f"no ModelCheckpoint has kept a best checkpoint in {trainer.default_root_dir}: fit with one that has a "
             "monitor, give the path of a file, or take the last weights"
         )
-    path = trainer.strategy.broadcast(own)
     if dist.is_initialized() and not trainer.strategy.reduce_boolean_decision(path == own):
         differs = f"{callback.monitor} differs between the ranks, and rank zero's is taken"
         _log.warning("the best checkpoint: %s: log it with sync_dist=True", differs)

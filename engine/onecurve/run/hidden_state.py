@@ -1,4 +1,4 @@
-"""A check for what a pass of a virtual rank changes, and no strategy adds over virtual ranks."""
+"""A check for what a pass of a micro-batch or virtual rank changes, and no strategy adds over them."""
 
 import logging
 from typing import Any
@@ -16,7 +16,7 @@ _LIGHTNINGS = vars(L.LightningModule()).keys()  # attributes of any module
 
 
 def hidden_state(module: nn.Module) -> dict[str, Any]:
-    """Return, by name, copies of what a pass of a virtual rank could change and no other process would see.
+    """Return, by name, copies of what a pass could change and no other process would see.
 
     It is neither trained nor a buffer: frozen weights, and numbers and tensors that are attributes. Lists and what a
     library keeps outside of the module are not found.
@@ -61,4 +61,6 @@ def attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_same(value: Any, before: Any) -> bool:
-    return are_equal(value, before) if isinstance(value, Tensor) else value == before
+    if isinstance(value, Tensor):
+        return are_equal(value, before)
+    return value == before or (value != value and before != before)  # NaN is equal to NaN

@@ -26,7 +26,7 @@ class PreemptionHandler(L.Callback):
     """Ends the run between two steps after any rank, or the launcher, has received SIGINT, SIGTERM or SIGUSR1.
 
     Lightning's own handlers are not installed, because they run collectives wherever the signal interrupts the process.
-    A signal during validation takes effect after it.
+    A signal during the validation of a fit takes effect after it.
 
     Raises:
         Stopped: on all ranks at the same step, after `last.ckpt` is written.
@@ -58,6 +58,10 @@ class PreemptionHandler(L.Callback):
             self._stop_if_requested(trainer)
 
     on_predict_batch_start = on_test_batch_start
+
+    def on_validation_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        if trainer.state.fn == "validate":  # not the validation of a fit
+            self.on_test_batch_start(trainer, *args, **kwargs)
 
     def _stop_if_requested(self, trainer: L.Trainer, should_save: bool = False) -> None:
         signal_number = self._consensus.poll(trainer, signals.requested)

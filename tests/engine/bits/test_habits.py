@@ -102,6 +102,9 @@ class Scaled(Vectors):
 
     scale, steps = 1.0, 0
 
+    def on_fit_start(self) -> None:
+        self.best = float("nan")  # which is not equal to itself
+
     def mean(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
         loss = super().mean(x, y, batch_idx)
         self.scale = 0.9 * self.scale + 0.1 * float(loss.detach())

@@ -119,4 +119,4 @@ def test_a_value_for_debugging_that_crashes_torch_is_named(tmp_path: Path, monke
 def test_ranks_that_make_room_for_a_device_have_got_no_signal(tmp_path: Path) -> None:
     append_event(tmp_path, "start", 0)
     outcome.record_restart(str(tmp_path), Stopped(RESIZE))
-    assert [event["reason"] for event in read_events(tmp_path)] == [None, "other devices", "other devices"]
+    assert [event["reason"] for event in read_events(tmp_path)] == [None, "resized", "resized"]

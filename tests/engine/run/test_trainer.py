@@ -563,6 +563,38 @@ def test_a_notebook_goes_on_after_an_interrupt(folder: Path, monkeypatch: pytest
     assert again.global_step == 8
 
 
+class InterruptedValidation(L.Callback):
+    """Sends this process a signal in its first batch."""
+
+    def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_ends_a_validation_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    one = trainer(folder, callbacks=[InterruptedValidation()])
+    with pytest.raises(KeyboardInterrupt):
+        one.validate(Boring(), loader(512))
+    assert one.validate_loop.batch_progress.total.ready < 64
+
+
+def test_a_trainer_that_fits_again_compares_the_buffers_of_this_fit(folder: Path) -> None:
+    class Counts(Boring):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.register_buffer(name, torch.zeros(()))
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            for buffer in self.buffers():
+                buffer += 1
+
+    one = trainer(folder, accumulate_grad_batches=2, enable_checkpointing=False)
+    one.fit(Counts("before"), loader())
+    one.fit_loop.max_epochs = 2
+    one.fit(Counts("after"), loader())
+    assert one.global_step == 16
+
+
 def test_last_begins_anew_where_nothing_was_saved(folder: Path) -> None:
     class Dies(L.Callback):
         def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
