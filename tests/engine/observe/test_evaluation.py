@@ -4,12 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
+import onecurve
 from onecurve.errors import UserError
+from onecurve.observe.evaluation import Evaluation
 from onecurve.run.experiment import run_experiment
 from tests.support.comparison import read_rows
 from tests.support.experiments import SHORT, SHORT_EPOCH
@@ -114,3 +118,45 @@ def test_refuses_a_module_that_returns_no_logits(small: list[str], tmp_path: Pat
         run_experiment(compose(folder, *task))
     assert not (folder / "evaluation").exists()
     assert not list(folder.glob("checkpoints/*")), "it is refused before training"
+
+
+class Vectors(L.LightningDataModule):
+    classes = ("a", "b")
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        data = TensorDataset(torch.randn(32, 4, generator=generator), torch.arange(32) % 2)
+        return DataLoader(data, 8)
+
+    val_dataloader = test_dataloader = train_dataloader
+
+
+class Linear(L.LightningModule):
+    """Returns its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return torch.nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layer(batch[0])
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_the_step_of_a_tested_checkpoint_is_not_that_of_a_later_validation(tmp_path: Path) -> None:
+    trainer = onecurve.Trainer(
+        devices=1, max_epochs=1, default_root_dir=tmp_path, enable_progress_bar=False, callbacks=[Evaluation()]
+    )
+    module, data = Linear(), Vectors()
+    trainer.fit(module, datamodule=data)
+    trainer.test(module, datamodule=data, ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, datamodule=data, ckpt_path="last")
+    assert [evaluation["step"] for evaluation in read(tmp_path)] == [8, 4]
