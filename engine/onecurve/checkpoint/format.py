@@ -39,7 +39,7 @@ CHECKPOINT_KEYS: dict[str, dict[str, str]] = {
         "has_begun_epoch": "whether the hooks of the start of the epoch have run",
         "requires_grad": "weights that were frozen or unfrozen during training",
     },
-    "run/metrics.py": {"metric_states": "what metrics have accumulated"},
+    "run/metric_states.py": {"metric_states": "what metrics have accumulated"},
     "run/ema.py": {"training_state_dict": "weights in training, where `state_dict` is their average"},
     "checkpoint/sharded.py": {"shards": "name of the folder with each rank's part, if the file has none"},
     "src/models/classifier.py": {"scheduler": "class of the scheduler, which a continued run compares"},

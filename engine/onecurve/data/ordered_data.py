@@ -27,7 +27,7 @@ _LOADERS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "p
 class OrderedData(L.LightningDataModule):
     """Divides the batches of any LightningDataModule among the ranks, in an order that no hardware changes.
 
-    A batch of Lightning is a step in parts: micro-batches, or virtual ranks one by one (`run/parts.py`).
+    A batch of Lightning is a step in parts: micro-batches, or virtual ranks one by one (`run/step.py`).
 
     The DataModule sees a trainer of one process, so the batch size of its loaders is that of an optimizer step. Each
     loader is taken apart: this class keeps the dataset, `collate_fn`, the sampler and the options of workers. Random

@@ -10,7 +10,7 @@ import torch
 
 from onecurve.network.tensors import to_local
 from onecurve.parallel.gradients import clip_by_norm_over
-from onecurve.run.parts import evaluate_virtual_ranks
+from onecurve.run.step import evaluate_virtual_ranks
 
 
 def numerics(module: L.LightningModule) -> dict[str, Any]:

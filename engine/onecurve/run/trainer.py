@@ -36,7 +36,6 @@ from onecurve.random.dropout import use_sample_dropout
 from onecurve.random.random_functions import RandomNumbers
 from onecurve.records.events import recorded_end
 from onecurve.run.arguments import (
-    acts_after_validation,
     as_list,
     check_arguments,
     check_callbacks_are_possible,
@@ -46,7 +45,7 @@ from onecurve.run.arguments import (
 from onecurve.run.bit_exact import BitExactness, num_threads
 from onecurve.run.checkpoint import LastCheckpoint, check_overwrites_nothing, find_checkpoint, monitoring
 from onecurve.run.division import DivisionCheck
-from onecurve.run.metrics import MetricStates, VirtualMetrics
+from onecurve.run.metric_states import MetricStates, VirtualMetrics
 from onecurve.run.module_trainer import ExperimentWorld
 from onecurve.run.predictions import PredictedSamples
 from onecurve.run.recorder import RunRecorder
@@ -154,7 +153,7 @@ class Trainer(L.Trainer):
             plugins=plugins,
             default_root_dir=folder,
             enable_checkpointing=has_kind(own, Checkpoint),
-            accumulate_grad_batches=1,  # a batch of Lightning is an optimizer step: onecurve/run/parts.py
+            accumulate_grad_batches=1,  # a batch of Lightning is an optimizer step: onecurve/run/step.py
             # OrderedData divides the data itself; Lightning's wrapper would shuffle it again.
             use_distributed_sampler=False,
             sync_batchnorm=False,  # NormGroups normalizes over groups of the global batch, also on one process
@@ -183,7 +182,6 @@ class Trainer(L.Trainer):
 
     def _all_callbacks(self, own: dict[str, L.Callback], folder: Path, timeout: float) -> list[L.Callback]:
         """Return the callbacks of every run around `own`, in the order in which Lightning calls their hooks."""
-        monitors = {name: str(one.monitor) for name, one in own.items() if getattr(one, "monitor", None)}
         virtual = self._virtual
         normalize = [NormGroups()] if self.sync_batchnorm and not self.bit_exact else []
         return [
@@ -201,7 +199,7 @@ class Trainer(L.Trainer):
             RandomNumbers(self.seed),
             OptimizerSteps(),
             PredictedSamples(),
-            MonitorCheck(monitors, {name for name in monitors if acts_after_validation(own[name])}),
+            MonitorCheck(own),
             FiniteCheck(),
             *own.values(),
             *normalize,  # last: `throughput` counts the FLOPs of a few samples, without groups

@@ -1,37 +1,25 @@
-"""Changes of Lightning's training loop: logs, late layers, and checks of monitored metrics and of divergence."""
+"""Changes of Lightning's loops, and checks of its schedules, of monitored metrics and of divergence."""
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
-from torchmetrics import Metric
 
 from onecurve.errors import DivergedUserError, UserError
 from onecurve.network.tensors import to_local
 from onecurve.observe.steps import is_log_point, trained_steps
 from onecurve.parallel.gather import gather_objects
 from onecurve.parallel.norm_groups import NormGroups
-from onecurve.patches.lightning_loops import (
-    CheckpointConnector,
-    LoggedMean,
-    LoggerConnector,
-    Results,
-    leave_signals_alone,
-    replace_parts,
-    steps_of_loggers,
-)
-from onecurve.patches.torchmetrics import default_states, reductions
+from onecurve.patches.lightning_loops import CheckpointConnector, leave_signals_alone, replace_parts
 from onecurve.random.dropout import use_sample_dropout
-from onecurve.run.metrics import VirtualMetrics
-from onecurve.run.parts import StepInParts
-from onecurve.run.pass_log import PassLog
+from onecurve.run.arguments import acts_after_validation
+from onecurve.run.logged_values import LoggedValues, LogPoints
+from onecurve.run.metric_states import VirtualMetrics
+from onecurve.run.step import StepInParts
 
 _log = logging.getLogger(__name__)
 _BATCH_HOOKS = ["on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"]
@@ -44,7 +32,7 @@ def patch_trainer(trainer: L.Trainer, virtual: VirtualMetrics | None) -> None:
     leave_signals_alone(trainer)
     dtype = torch.float64 if trainer.precision == "64-true" else torch.float32
     parts: Any = replace_parts(
-        trainer, StepInParts, lambda training: _Results(training, dtype, virtual), _PreparingConnector, _LogPoints
+        trainer, StepInParts, lambda training: LoggedValues(training, dtype, virtual), _PreparingConnector, LogPoints
     )
     parts.virtual = virtual
 
@@ -62,91 +50,6 @@ def skip_empty_hooks(callbacks: Iterable[L.Callback]) -> None:
                     vars(callback).setdefault(hook, None)
 
 
-class _Results(Results):
-    """Counts the samples of a logged mean as floats, and names the reduction of a maximum or minimum.
-
-    Lightning averages the counts over the ranks as integers, which rounds down, and declares a sum for torchmetrics,
-    which `MetricStates` uses. (trainer/connectors/logger_connector/result.py, line 202;
-    fabric/utilities/distributed.py, `_sync_ddp`)
-
-    Where `virtual` reduces the means of evaluation over virtual ranks, processes have the same values, and need not
-    synchronize them.
-    """
-
-    def __init__(self, training: bool, dtype: torch.dtype, virtual: VirtualMetrics | None) -> None:
-        super().__init__(training)
-        self.dtype, self.virtual = dtype, virtual
-        self._pass_log: PassLog | None = None
-        self.ranks = 1  # that divide a global batch
-        self.rank_weight, self.samples = 1.0, 0  # of this rank's step: samples, also relative to the mean of the ranks
-        self._warned = set[str]()
-
-    @contextmanager
-    def divert(self, log: PassLog) -> Iterator[None]:
-        """Let a `PassLog` get what is logged."""
-        self._pass_log = log
-        try:
-            yield
-        finally:
-            self._pass_log = None
-
-    def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
-        if self._pass_log is not None:
-            self._pass_log.add(fx, name, value, options)
-            return
-        if isinstance(value, Metric) and options["on_step"] and self.training:
-            self._warn_of_share(name, value)
-        if self.virtual:
-            _check_virtual(self.virtual, name, value, options, self.training)
-        if self.rank_weight != 1 and isinstance(value, Tensor) and options["sync_dist"]:
-            value, options = self._weighted(value, options)
-        super().log(fx, name, value, **options | {"sync_dist": options["sync_dist"] and not self.virtual})
-
-    def _warn_of_share(self, name: str, metric: Metric) -> None:
-        """Warn once of a metric whose value of a step, as torchmetrics computes it, is that of this rank's samples."""
-        if self.ranks > 1 and not self.virtual and not metric.dist_sync_on_step and name not in self._warned:
-            self._warned.add(name)
-            _log.warning(
-                "%s: the value of a step is that of rank zero's samples: make the metric with dist_sync_on_step=True, "
-                "log it with on_step=False, or set bit_exact=true",
-                name,
-            )
-
-    def _weighted(self, value: Tensor, options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """Weight a value of unequal ranks, whose mean Lightning takes: in a step their mean, in an epoch by samples."""
-        if getattr(options["reduce_fx"], "__name__", options["reduce_fx"]) != "mean":
-            return value, options
-        return value * self.rank_weight, options | {
-            "batch_size": (options["batch_size"] or self.samples) / self.rank_weight
-        }
-
-    def __setitem__(self, name: str, result: LoggedMean) -> None:
-        super().__setitem__(name, result)
-        if result.is_tensor and result.meta.reduce_fx in (torch.max, torch.min):
-            reductions(result)["value"] = result.meta.reduce_fx
-        if self.virtual and result.is_tensor and not self.training:
-            self.virtual.add_mean(name, result)
-        if "cumulated_batch_size" in default_states(result):
-            default_states(result)["cumulated_batch_size"] = torch.zeros((), dtype=self.dtype)
-            result.cumulated_batch_size = result.cumulated_batch_size.to(self.dtype)
-
-
-def _check_virtual(virtual: VirtualMetrics, name: str, value: Any, options: dict[str, Any], is_training: bool) -> None:
-    """Raise a UserError for a value that would depend on how many virtual ranks a process has."""
-    if options["on_step"] and not is_training:
-        raise UserError(
-            f"bit_exact=true: {name} is logged for each batch of an evaluation, of which processes have different "
-            "numbers: log it with on_step=False"
-        )
-    if virtual.is_in_pass or not (options["sync_dist"] and isinstance(value, Tensor) and dist.is_initialized()):
-        return
-    if any(other != value and not math.isnan(other) for other in gather_objects(float(value))):
-        raise UserError(
-            f"bit_exact=true: {name} is logged outside of a step of the module, and processes have different values, "
-            "from the batches that each has seen: log it in the step, or as a metric of torchmetrics"
-        )
-
-
 class _PreparingConnector(CheckpointConnector):
     """Prepares layers that a module makes in `setup` or `configure_model`, as `Trainer.prepare_module` the others."""
 
@@ -158,31 +61,6 @@ class _PreparingConnector(CheckpointConnector):
         for callback in trainer.callbacks:
             if isinstance(callback, NormGroups):
                 callback.setup(trainer, module, trainer.state.fn)
-
-
-class _LogPoints(LoggerConnector):
-    """Passes the metrics of the first and the last step to the loggers, not only those of each interval.
-
-    It also ends the passes of virtual ranks before the metrics of an evaluation are computed, which no hook precedes.
-    (trainer/connectors/logger_connector/logger_connector.py, line 51; loops/evaluation_loop.py, line 385)
-    """
-
-    virtual: VirtualMetrics | None
-
-    @property
-    def should_update_logs(self) -> bool:
-        steps = steps_of_loggers(self.trainer)
-        return super().should_update_logs or (self.trainer.training and is_log_point(self.trainer, steps + 1))
-
-    def samples_of_batch(self) -> int | None:
-        data: Any = self.trainer.datamodule
-        sizes = [part.size for part in (data.parts[:1] if data.bit_exact else data.parts)]  # as hooks get the batch
-        return None if None in sizes else sum(sizes)
-
-    def epoch_end_reached(self) -> None:
-        super().epoch_end_reached()
-        if self.virtual:
-            self.virtual.leave()
 
 
 class OptimizerSteps(L.Callback):
@@ -244,19 +122,18 @@ def _plateau_configs(trainer: L.Trainer) -> list[Any]:
 
 
 class MonitorCheck(L.Callback):
-    """Lets a sanity check show whether the monitored metrics exist, which Lightning asks after an epoch.
+    """Lets a sanity check show whether the metrics that callbacks monitor exist, which Lightning asks after an epoch.
 
     Args:
-        monitors: the metric of each callback that monitors one, by the option of the callback.
-        after_validation: the options of those that act after a validation only, whatever they monitor.
+        callbacks: the user's, by their options.
     """
 
-    def __init__(self, monitors: dict[str, str], after_validation: Collection[str]) -> None:
-        self.monitors = monitors
-        self._after_validation = after_validation
+    def __init__(self, callbacks: dict[str, L.Callback]) -> None:
+        self._monitors = {name: str(one.monitor) for name, one in callbacks.items() if getattr(one, "monitor", None)}
+        self._after_validation = {name for name in self._monitors if acts_after_validation(callbacks[name])}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        monitors = dict(self.monitors)
+        monitors = dict(self._monitors)
         for config in _plateau_configs(trainer):
             monitors |= {"ReduceLROnPlateau": config.monitor} if config.strict else {}
         self._of_validation = {name: monitor for name, monitor in monitors.items() if monitor.startswith("val")}

@@ -22,7 +22,7 @@ from onecurve.parallel.tree_sum import buckets, nodes_of
 from onecurve.patches.torch import AnyBatchNorm, ddp_buckets
 from onecurve.process.rank import cores_per_rank
 from onecurve.run.bit_exact import num_threads
-from onecurve.run.parts import LOGGED_COLUMNS
+from onecurve.run.step import LOGGED_COLUMNS
 
 _BUCKETS = [1 << 20, 25 << 20]  # bytes of DistributedDataParallel's first bucket, and of the others
 _HOOKS = {None: 1.0, "fp16": 0.5, "bf16": 0.5}  # the bytes of a float32 gradient under them, as a fraction

@@ -5,6 +5,10 @@ The loader yields the parts of a step (`onecurve/data/ordered_data.py`), and the
 to the optimizer computes them one after the other. The parts are micro-batches, whose gradients add up in place; or
 the virtual ranks of this process (`onecurve/parallel/virtual_ranks.py`). The mean loss of a rank that has more or
 fewer samples than others is weighted by them, so that the mean over the ranks is that of the samples.
+
+In a step these follow each other: the objects of the passes are made; for each part its context begins, which tells
+the data and the random numbers what part it is, then come the forward pass, in the first part the reset of the
+gradients, and the backward pass; at the end the passes are finished, and what they have logged is logged once.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +30,7 @@ from onecurve.parallel.virtual_ranks import VirtualRanks
 from onecurve.patches.lightning_loops import Closure, ClosureResult, Optimization, gradient_sync, results_of
 from onecurve.random.random_functions import RandomNumbers, sample_random
 from onecurve.run.hidden_state import check_hidden_state, hidden_state
-from onecurve.run.metrics import VirtualMetrics
+from onecurve.run.metric_states import VirtualMetrics
 from onecurve.run.pass_log import PassLog, have_equal_names
 
 _T = TypeVar("_T")
@@ -52,6 +56,7 @@ class StepInParts(Optimization):
         results, log = results_of(trainer.fit_loop.epoch_loop), PassLog(trainer.strategy.root_device)
         plugin, module = trainer.precision_plugin, trainer.lightning_module
         zero_grad, backward = self.gradient_reset(step, optimizer), self.backward_pass(optimizer)
+        divisor = data.virtual_ranks if data.bit_exact else data.accumulate  # parts of a batch that add up to its mean
         # Only the first step of a run is checked for what a pass changes unseen.
         hidden = hidden_state(module) if step == 0 and trainer.current_epoch == 0 else None
         passes = _VirtualRankPasses(trainer, step) if data.bit_exact else _MicroBatchPasses(trainer)
@@ -66,10 +71,11 @@ class StepInParts(Optimization):
                             check_hidden_state(module, hidden)
                         if zero_grad:
                             zero_grad()
-                        passes.keep_gradients()
+                        if isinstance(passes, _VirtualRankPasses):  # what the module does not reset is of the step
+                            passes.virtual.keep_gradients()
                     if backward and output.closure_loss is not None:
                         with results.divert(log):
-                            backward(output.closure_loss * results.rank_weight / passes.count)
+                            backward(output.closure_loss * results.rank_weight / divisor)
                 log.end_pass(output.loss)
                 outputs.append(output.extra)
         data.end_parts()
@@ -85,14 +91,14 @@ class _MicroBatchPasses:
     """Adds the gradients of micro-batches in place; the strategy averages them over the ranks in the last pass."""
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer, self.count = trainer, trainer.datamodule.accumulate
+        self.trainer = trainer
         for norm in grouped_norms(trainer.lightning_module):
             norm.begin_step()  # an optimizer such as LBFGS computes a step several times
 
     @contextmanager
     def one_pass(self, number: int, part: StepPart) -> Iterator[None]:
         """Compute a micro-batch: each begins with the same generators, and draws the numbers of its samples."""
-        is_last = number == self.count - 1
+        is_last = number == len(self.trainer.datamodule.parts) - 1
         with ExitStack() as stack:
             if not is_last:
                 stack.enter_context(isolate_rng(include_cuda=False))
@@ -101,9 +107,6 @@ class _MicroBatchPasses:
             _callback(self.trainer, RandomNumbers).begin_part(self.trainer)
             yield
             sample_random.check()
-
-    def keep_gradients(self) -> None:
-        """Leave the gradients that the module did not reset in their place."""
 
     def finish(self, rows: Tensor) -> Tensor:
         """Return the rows of the table of logged values."""
@@ -114,7 +117,7 @@ class _VirtualRankPasses:
     """Computes the virtual ranks of this process; the strategy adds their gradients over all processes."""
 
     def __init__(self, trainer: Any, step: int) -> None:
-        self.trainer, self.step, self.count = trainer, step, trainer.datamodule.virtual_ranks
+        self.trainer, self.step = trainer, step
         self.random, self.metrics = _callback(trainer, RandomNumbers), _callback(trainer, VirtualMetrics)
         self.virtual = getattr(trainer.strategy, "virtual_ranks", VirtualRanks)(trainer)
         self.virtual.begin(trainer.datamodule.parts, step, self._begin_part)
@@ -127,13 +130,10 @@ class _VirtualRankPasses:
         with _without_collectives(self.trainer.strategy), self.virtual.one_pass(virtual_rank):
             yield
 
-    def keep_gradients(self) -> None:
-        """Keep the gradients that the module did not reset: they are part of the step."""
-        self.virtual.keep_gradients()
-
     def finish(self, rows: Tensor) -> Tensor:
         """Return the rows of all virtual ranks, when the gradients are complete."""
-        self.random.begin_virtual_rank(self.trainer, self.step, self.count)  # for the hooks
+        # The hooks that follow draw as none of the virtual ranks, but as one more.
+        self.random.begin_virtual_rank(self.trainer, self.step, self.trainer.datamodule.virtual_ranks)
         self.metrics.leave()
         table = self.virtual.finish(F.pad(rows, (0, -rows.shape[1] % LOGGED_COLUMNS)))
         # At other steps a GPU's host need not wait.
