@@ -12,7 +12,6 @@ Qi et al., "Zero bubble pipeline parallelism" (2023).
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any, ClassVar, cast
 
 import lightning as L
@@ -34,18 +33,18 @@ from onecurve.parallel.pipeline.schedules import SCHEDULES, build_schedule
 from onecurve.parallel.pipeline.split import cut, format_table
 from onecurve.parallel.pipeline.stage import (
     Stage,
-    build_stage,
+    build_stages,
     called_modules,
     join_samples,
+    micro_batch,
     remove_other_stages,
     shard_stage,
     split_samples,
     stage_inputs,
-    stage_shapes,
+    values_sent,
 )
 from onecurve.parallel.pipeline.virtual_ranks import StageRanks
 from onecurve.parallel.sharded_state import ShardedStateStrategy
-from onecurve.patches.torch import tree_map_only
 from onecurve.random.dropout import dropouts
 from onecurve.random.random_functions import sample_random
 
@@ -90,9 +89,8 @@ class Pipeline(ShardedStateStrategy):
         self._torch_schedule: Any = None  # set when the network is split
         self.own_stages: dict[int, Stage] = {}  # the stages of this rank by their number
         self._parameters: list[nn.Parameter] = []  # the parameters of these stages
-        self._batch: Any = None  # the current training batch, whose tensors are (microbatches, n, ...)
-        self._input_shape = torch.Size()  # of a sample, as the network gets it
-        self._sent: list[list[Tensor]] = []  # meta tensors like the outputs of each stage
+        self._batch: Any = None  # the current training batch
+        self._sent: list[list[Tensor]] = []  # meta tensors like the inputs of the network and the outputs of each stage
         self._micro_batch: Callable[[int], Any]  # of the schedule that runs, for `loss`
         self._divisor = 1  # of their losses
         # Those of the network in the pass of a virtual rank, until it is called.
@@ -158,20 +156,9 @@ class Pipeline(ShardedStateStrategy):
         blocks, stages = self._cut(module)
         self._random_calls = sum(stage.calls for stage in stages)
         self._draws = self._random_calls > 0 or bool(dropouts(net))
-        ranks = enumerate(self._stage_to_rank)
-        self.own_stages = {number: stages[number] for number, rank in ranks if rank == self._pipeline_rank}
-        remove_other_stages(net, blocks, self.own_stages)
-        self._called = called_modules(block for part in blocks for block in part)
-        self._constants = constants(net, self._called)
-        if self._is_sharded:
-            for stage in self.own_stages.values():
-                shard_stage(net, stage, self._replicas)
-        shapes = stage_shapes(blocks)
-        self._input_shape, self._sent = shapes[0][0].shape[1:], shapes[1:]
-        built = [
-            build_stage(stage, number, shapes, self._group, self.root_device)
-            for number, stage in self.own_stages.items()
-        ]
+        self._keep_own_stages(net, blocks, stages)
+        self._sent = values_sent(blocks)
+        built = build_stages(self.own_stages, self._sent, self._group, self.root_device)
         self._torch_schedule = build_schedule(self.schedule, built, self.microbatches, self._loss)
         self._parameters = list(module.parameters())
         net.forward = self._forward
@@ -208,6 +195,16 @@ class Pipeline(ShardedStateStrategy):
             stage.calls_before = sum(before.calls for before in stages[:number])
         return blocks, stages
 
+    def _keep_own_stages(self, net: nn.Module, blocks: list[list[Block]], stages: list[Stage]) -> None:
+        ranks = enumerate(self._stage_to_rank)
+        self.own_stages = {number: stages[number] for number, rank in ranks if rank == self._pipeline_rank}
+        remove_other_stages(net, blocks, self.own_stages)
+        self._called = called_modules(block for part in blocks for block in part)
+        self._constants = constants(net, self._called)
+        if self._is_sharded:
+            for stage in self.own_stages.values():
+                shard_stage(net, stage, self._replicas)
+
     def _example(self, module: L.LightningModule) -> tuple[Tensor, Any]:
         """Return a micro-batch of the inputs of the network, and of the data."""
         data = cast(Any, module.trainer).datamodule
@@ -216,8 +213,8 @@ class Pipeline(ShardedStateStrategy):
         batch = self.precision_plugin.convert_input(data.example_batch(count))
         batch = data.transfer_batch_to_device(data.on_before_batch_transfer(batch, 0), self.root_device, 0)
         batch = data.on_after_batch_transfer(batch, 0)
-        inputs = split_samples(input_of_network(module, batch), parts)[0].contiguous()
-        return inputs, tree_map_only(Tensor, lambda values: split_samples(values, parts)[0], batch)
+        inputs = micro_batch(input_of_network(module, batch), 0, parts).contiguous()
+        return inputs, micro_batch(batch, 0, parts)
 
     def _log_stages(self, stages: list[list[Block]]) -> None:
         bubble = self.spec.bubble(self.device_mesh["pipeline"].size(), self.microbatches)
@@ -233,8 +230,7 @@ class Pipeline(ShardedStateStrategy):
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if self.outputs is not None:  # of a virtual rank, whose passes the schedule has computed
             return super().training_step(batch, *args, **kwargs)
-        self._batch = tree_map_only(Tensor, lambda values: split_samples(values, self.microbatches), batch)
-        self._losses = None
+        self._batch, self._losses = batch, None
         try:
             result = super().training_step(batch, *args, **kwargs)
         finally:
@@ -279,18 +275,17 @@ class Pipeline(ShardedStateStrategy):
         """Train the current batch from the inputs of the network; return its (samples, ...) outputs on every rank."""
         if self._losses is not None:
             raise self._called_twice()
+        batch, count = self._batch, self.microbatches
         keys, seed = sample_random.keys if self._draws else None, sample_random.call_seed
-        # A Batch has weights, whose sum over the micro-batches is 1.
-        divisor = 1 if isinstance(self._batch, Batch) else self.microbatches
-        in_order = split_samples(inputs, self.microbatches).flatten(0, 1)
-        of_micro_batches = None if keys is None else split_samples(keys, self.microbatches).contiguous()
-        batch = self._batch
         outputs = self.run_schedule(
-            in_order, lambda number: tree_map_only(Tensor, itemgetter(number), batch), divisor, of_micro_batches
+            split_samples(inputs, count).flatten(0, 1),
+            lambda number: micro_batch(batch, number, count),
+            1 if isinstance(batch, Batch) else count,  # a Batch has weights, whose sum over the micro-batches is 1
+            None if keys is None else split_samples(keys, count).contiguous(),
         )
         if keys is not None:
             sample_random.begin_micro_batch(keys, seed + self._random_calls)
-        return join_samples(outputs, self.microbatches)
+        return join_samples(outputs, count)
 
     def run_schedule(
         self, inputs: Tensor, micro_batch: Callable[[int], Any], divisor: int, keys: Tensor | None
@@ -319,7 +314,7 @@ class Pipeline(ShardedStateStrategy):
         for weight, gradient in zip(self._parameters, before, strict=True):
             weight.grad = gradient
         own = () if outputs is None else (outputs[0].detach().contiguous(),)
-        return self._broadcast(-1, own, len(inputs))[0]
+        return self._broadcast(len(self._stage_to_rank) - 1, own, len(inputs))[0]
 
     def _called_twice(self) -> UserError:
         return UserError(
@@ -341,10 +336,11 @@ class Pipeline(ShardedStateStrategy):
 
     def _broadcast(self, number: int, own: tuple[Tensor, ...], samples: int) -> tuple[Tensor, ...]:
         """Return the outputs of a stage for some samples on every rank; `own` has them on the rank of the stage."""
-        empty = (torch.empty(samples, *x.shape[1:], dtype=x.dtype, device=self.root_device) for x in self._sent[number])
-        values = own or tuple(empty)
+        rank = self._stage_to_rank[number]
+        likes = [] if own else self._sent[number + 1]
+        values = own or tuple(torch.empty(samples, *x.shape[1:], dtype=x.dtype, device=self.root_device) for x in likes)
         for value in values:
-            dist.broadcast(value, group=self._group, group_src=self._stage_to_rank[number])
+            dist.broadcast(value, group=self._group, group_src=rank)
         return values
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -364,9 +360,10 @@ class Pipeline(ShardedStateStrategy):
 
     def _forward(self, inputs: Tensor) -> Tensor:
         """Return the outputs of the network: those of the schedule in training, otherwise those of `_run_stages`."""
-        if inputs.shape[1:] != self._input_shape:
+        shape = self._sent[0][0].shape[1:]
+        if inputs.shape[1:] != shape:
             raise UserError(
-                f"strategy=pipeline: the network was cut for samples of shape {list(self._input_shape)}, and gets "
+                f"strategy=pipeline: the network was cut for samples of shape {list(shape)}, and gets "
                 f"{list(inputs.shape[1:])}: pad all samples to one shape, or use strategy=ddp or fsdp"
             )
         if self.outputs is not None:
