@@ -52,13 +52,9 @@ class Block:
 
 
 def ordered_blocks(net: nn.Module, images: Tensor) -> list[Block]:
-    """Return the blocks of the network in the order of its forward pass, with their cost for a micro-batch.
+    """Return the blocks of the network in the order of its forward pass, with their cost for a micro-batch of images.
 
     An `nn.Sequential` of composite modules counts as several blocks, and so does the only child with parameters.
-
-    Args:
-        net: network with its blocks as children.
-        images: (n, channels, height, width) micro-batch.
     """
     image, *nodes, _ = _trace(net, list(block_names(net)), images).nodes
     done: dict[fx.Node, None] = {image: None}
@@ -173,6 +169,6 @@ def constants(net: nn.Module, blocks: Collection[str]) -> dict[str, Any]:
         for name, module in net.named_modules()
         if not f"{name}.".startswith(inside)  # the network, or a module that holds blocks
         # A class may have the default of a number.
-        for key, value in ChainMap(vars(module), *map(vars, type(module).__mro__)).items()
+        for key, value in ChainMap(vars(module), *(dict(vars(cls)) for cls in type(module).__mro__)).items()
         if isinstance(value, int | float | str) and key != "training"
     }

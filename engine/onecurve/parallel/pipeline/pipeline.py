@@ -10,7 +10,7 @@ Qi et al., "Zero bubble pipeline parallelism" (2023).
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -65,10 +65,7 @@ class Pipeline(ShardedStateStrategy):
     """
 
     virtual_ranks: ClassVar = StageRanks
-    module_needs: ClassVar = {
-        "net": "the network to split",
-        "loss": "which maps outputs and a batch to the mean loss",
-    }
+    module_needs: ClassVar = {"net": "the network to split", "loss": "which maps outputs and a batch to the mean loss"}
 
     def __init__(
         self,
@@ -89,9 +86,9 @@ class Pipeline(ShardedStateStrategy):
         self._torch_schedule: Any = None  # set when the network is split
         self.own_stages: dict[int, Stage] = {}  # the stages of this rank by their number
         self._parameters: list[nn.Parameter] = []  # the parameters of these stages
-        self._batch: Any = None  # the current training batch
+        self._batch: list[Any] | None = None  # the micro-batches of the current training batch
         self._sent: list[list[Tensor]] = []  # meta tensors like the inputs of the network and the outputs of each stage
-        self._micro_batch: Callable[[int], Any]  # of the schedule that runs, for `loss`
+        self._micro_batches: Sequence[Any] = ()  # of the schedule that runs, for `loss`
         self._divisor = 1  # of their losses
         # Those of the network in the pass of a virtual rank, until it is called.
         self.outputs: list[Tensor] | None = None
@@ -224,13 +221,14 @@ class Pipeline(ShardedStateStrategy):
     def _loss(self, outputs: tuple[Tensor], number: Tensor) -> Tensor:
         """Return the loss of micro-batch `number`, a CPU tensor because the schedule splits a tensor of targets."""
         with computation():
-            loss = cast(Any, self.lightning_module).loss(outputs[0], self._micro_batch(int(number)))
+            loss = cast(Any, self.lightning_module).loss(outputs[0], self._micro_batches[int(number)])
         return loss if self._divisor == 1 else loss / self._divisor
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if self.outputs is not None:  # of a virtual rank, whose passes the schedule has computed
             return super().training_step(batch, *args, **kwargs)
-        self._batch, self._losses = batch, None
+        self._batch = [micro_batch(batch, number, self.microbatches) for number in range(self.microbatches)]
+        self._losses = None
         try:
             result = super().training_step(batch, *args, **kwargs)
         finally:
@@ -246,14 +244,9 @@ class Pipeline(ShardedStateStrategy):
         if self._has_compared:
             return
         self._has_compared = True
-        losses = [part.detach() for part in self._losses or [loss]]  # the last stage's rank has those of the schedule
-        eps = max(torch.finfo(part.dtype).eps for part in (loss, *losses))
-        row = torch.stack([loss, torch.stack(losses).sum(), torch.tensor(eps, device=loss.device)]).double()
-        rows = [torch.empty_like(row) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(rows, row, group=self._group)
-        table = torch.stack(rows)  # (ranks, 3)
-        returned, trained = table[:, 0], table[self._stage_to_rank[-1], 1]
-        tolerance = float(table[:, 2].max()) ** 0.75  # of a few sums; ranks differ if it reads a rank's weights
+        losses = self._losses or [loss]  # the last stage's rank has those of the schedule
+        returned, sums, tolerance = _gather_losses(loss, losses, self._group)
+        trained = sums[self._stage_to_rank[-1]]
         if not torch.allclose(returned, trained, rtol=tolerance, atol=tolerance / 10, equal_nan=True):
             name = type(self.lightning_module).__name__
             raise UserError(
@@ -271,37 +264,34 @@ class Pipeline(ShardedStateStrategy):
                 "see: register it as a buffer and change that in place, or use strategy=ddp or fsdp"
             )
 
-    def _train_batch(self, inputs: Tensor) -> Tensor:
-        """Train the current batch from the inputs of the network; return its (samples, ...) outputs on every rank."""
+    def _train_batch(self, batch: Sequence[Any], inputs: Tensor) -> Tensor:
+        """Train a batch from the inputs of the network; return its (samples, ...) outputs on every rank."""
         if self._losses is not None:
             raise self._called_twice()
-        batch, count = self._batch, self.microbatches
-        keys, seed = sample_random.keys if self._draws else None, sample_random.call_seed
+        count, keys, seed = len(batch), sample_random.keys if self._draws else None, sample_random.call_seed
         outputs = self.run_schedule(
             split_samples(inputs, count).flatten(0, 1),
-            lambda number: micro_batch(batch, number, count),
-            1 if isinstance(batch, Batch) else count,  # a Batch has weights, whose sum over the micro-batches is 1
-            None if keys is None else split_samples(keys, count).contiguous(),
+            batch,
+            divisor=1 if isinstance(batch[0], Batch) else count,  # a Batch has weights, whose sum over all is 1
+            keys=None if keys is None else split_samples(keys, count).contiguous(),
         )
         if keys is not None:
             sample_random.begin_micro_batch(keys, seed + self._random_calls)
         return join_samples(outputs, count)
 
-    def run_schedule(
-        self, inputs: Tensor, micro_batch: Callable[[int], Any], divisor: int, keys: Tensor | None
-    ) -> Tensor:
+    def run_schedule(self, inputs: Tensor, micro_batches: Sequence[Any], divisor: int, keys: Tensor | None) -> Tensor:
         """Run the forward and the backward passes of all micro-batches; return their outputs on every rank.
 
         `_gradients` gets the gradients; those of the parameters stay as they were, until Lightning resets them.
 
         Args:
             inputs: those of the network, one micro-batch after the other, as are the outputs.
-            micro_batch: maps the number of a micro-batch to what `loss` takes.
+            micro_batches: what `loss` takes.
             divisor: divides the losses.
             keys: (micro-batches, n) keys of the samples' random numbers; None if the network draws none.
         """
         self._check_constants()
-        self._losses, self._micro_batch, self._divisor = [], micro_batch, divisor
+        self._losses, self._micro_batches, self._divisor = [], micro_batches, divisor
         before = [weight.grad for weight in self._parameters]
         for weight in self._parameters:
             weight.grad = None
@@ -375,7 +365,7 @@ class Pipeline(ShardedStateStrategy):
         if self._batch is None:
             return self._run_stages(inputs)
         with communication():  # between the passes a rank waits
-            return self._train_batch(inputs)
+            return self._train_batch(self._batch, inputs)
 
     @property
     def owns_state(self) -> bool:
@@ -387,3 +377,14 @@ class Pipeline(ShardedStateStrategy):
         parts: list[Any] | None = [None] * dist.get_world_size(self._group) if self._pipeline_rank == 0 else None
         dist.gather_object(own, parts, group=self._group, group_dst=0)
         return parts or []
+
+
+def _gather_losses(returned: Tensor, parts: Sequence[Tensor], group: Any) -> tuple[Tensor, Tensor, float]:
+    """Return the losses and the sums of their parts, (ranks,), and the relative tolerance of their comparison."""
+    losses = [part.detach() for part in parts]
+    eps = max(torch.finfo(part.dtype).eps for part in (returned, *losses))
+    row = torch.stack([returned, torch.stack(losses).sum(), torch.tensor(eps, device=returned.device)]).double()
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, row, group=group)
+    of_ranks, sums, precisions = torch.stack(rows).unbind(1)
+    return of_ranks, sums, float(precisions.max()) ** 0.75  # of a few sums; ranks differ if it reads a rank's weights

@@ -62,14 +62,9 @@ def input_of_network(module: Any, batch: Any, batch_idx: int = 0) -> Tensor:
 def check_stages(
     net: nn.Module, stages: Sequence[Stage], inputs: Tensor, loss: Callable[[Tensor], Tensor], schedule: str
 ) -> None:
-    """Check that the stages can be run, with the outputs, gradients and buffers of the network.
+    """Check that all stages of the network train as it does for a micro-batch of inputs; its gradients are deleted.
 
-    Args:
-        net: the full network, whose gradients are deleted.
-        stages: all its stages.
-        inputs: a micro-batch of inputs.
-        loss: maps its outputs to the loss.
-        schedule: key of `SCHEDULES`.
+    Equal are the outputs, gradients and buffers, and `schedule`, a key of `SCHEDULES`, supports the stages.
     """
     splits_backward = SCHEDULES[schedule].splits_backward
     expected = _observe(net, len(inputs), lambda: _train_network(net, inputs.clone(), loss))

@@ -41,11 +41,6 @@ def micro_batch(batch: Any, number: int, microbatches: int) -> Any:
 class Stage(nn.Module):
     """Consecutive blocks, whose outputs are contiguous, since no others can be sent.
 
-    Args:
-        net: the full network.
-        blocks: the blocks in order.
-        inputs: nodes whose values are the inputs of the stage.
-
     Attributes:
         calls: calls of random functions in the last forward pass.
         calls_before: such calls in the stages before it.
@@ -128,13 +123,7 @@ class _Transit(torch.autograd.Function):
 
 
 def remove_other_stages(net: nn.Module, stages: Sequence[Sequence[Block]], own: Container[int]) -> None:
-    """Remove the blocks and the parameters of the stages of other ranks from the network, in place.
-
-    Args:
-        net: the full network.
-        stages: the blocks of each stage.
-        own: the numbers of the stages of this rank.
-    """
+    """Remove the blocks and the parameters of all stages but the `own` ones from the network, in place."""
     kept = [block for number, blocks in enumerate(stages) if number in own for block in blocks]
     others = [block for number, blocks in enumerate(stages) if number not in own for block in blocks]
     # A module or a parameter may have several names.

@@ -39,9 +39,8 @@ class StageRanks(VirtualRanks):
             torch.default_generator.manual_seed(sample_random.call_seed)
             sample_random.begin(lambda: keys[0], keys[0].device, is_divided=True)
             with communication():  # between the passes a rank waits
-                outputs = strategy.run_schedule(
-                    torch.cat(inputs), lambda number: parts[number].batch, self.count, torch.stack(keys)
-                )
+                batches = [part.batch for part in parts]
+                outputs = strategy.run_schedule(torch.cat(inputs), batches, self.count, torch.stack(keys))
             sample_random.check()
         self._outputs = dict(zip(self.own, outputs.chunk(len(self.own)), strict=True))
 
