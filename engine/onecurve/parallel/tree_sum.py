@@ -46,12 +46,8 @@ class TreeSum:
 def sum_over_ranks(own: TreeSum, virtual_ranks: Sequence[Iterable[int]], group: Any) -> list[Tensor]:
     """Return the sums over all virtual ranks, on every rank; it moves as many bytes as an all-reduce.
 
-    Each rank gets a slice of the nodes of all ranks, adds it, and sends the sum to the others.
-
-    Args:
-        own: the nodes of this rank, whose tensors get the sums.
-        virtual_ranks: those of each rank of the group.
-        group: process group of the ranks.
+    Each rank gets a slice of the nodes of all ranks, adds it, and sends the sum to the others. The tensors of the
+    `own` nodes get the sums. `virtual_ranks` are those of each rank of the process group.
     """
     nodes = [tensors for _, tensors in sorted(own.nodes.items())]
     if len(virtual_ranks) == 1:
