@@ -56,7 +56,7 @@ class VirtualRanks:
     @contextmanager
     def one_pass(self, number: int) -> Iterator[None]:
         """Return a context for the forward and the backward pass of a virtual rank."""
-        (sums,) = self.sums
+        sums = self.sums[-1]  # a pipeline's schedule computes the stages, which come before
         sums.begin_forward()
         yield
         sums.end_forward(number)

@@ -46,13 +46,10 @@ class StageRanks(VirtualRanks):
 
     @contextmanager
     def one_pass(self, number: int) -> Iterator[None]:
-        strategy, outside = self.trainer.strategy, self.sums[-1]
-        strategy.outputs = [self._outputs[number]]
-        outside.begin_forward()
-        yield
-        outside.end_forward(number)
-        outside.end_backward(number)
-        strategy.outputs = None
+        self.trainer.strategy.outputs = [self._outputs[number]]
+        with super().one_pass(number):  # of the modules outside of the network
+            yield
+        self.trainer.strategy.outputs = None
 
     def finish(self, rows: Tensor) -> Tensor:
         self.trainer.strategy.compare_loss(rows[:, 0].sum() / self.count)
