@@ -362,16 +362,17 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, var, values = ctx.saved_tensors
-        parts = list(zip(gradients[0].split(ctx.sizes), input.split(ctx.sizes), mean, var, strict=True))
-        grads = [_backward(*part, weight, ctx.eps) for part in parts]
-        grad_inputs, grad_weights, grad_biases = zip(*grads, strict=True)
+        inputs = input.split(ctx.sizes)
+        parts = zip(gradients[0].split(ctx.sizes), inputs, mean, var, strict=True)
+        of_groups = [_backward(*part, weight, ctx.eps) for part in parts]
+        grad_inputs, grad_weights, grad_biases = zip(*of_groups, strict=True)
         sums = torch.stack([torch.stack(grad_weights), torch.stack(grad_biases)])  # (2, groups, channels)
         grad_weight, grad_bias = sums.sum(1)  # of this rank, before the ranks add theirs
         with communication():
             dist.all_reduce(sums, group=ctx.process_group)
         slope, shift = _terms_of_moments(sums / values, mean, torch.rsqrt(var + ctx.eps), weight)
         per_channel = [-1] + [1] * (input.ndim - 2)
-        for grad, (_, x, _, _), a, b in zip(grad_inputs, parts, slope, shift, strict=True):
+        for grad, x, a, b in zip(grad_inputs, inputs, slope, shift, strict=True):
             grad.addcmul_(x, a.view(per_channel)).add_(b.view(per_channel))
         grad_input = torch.cat(grad_inputs)
         if weight is None:
