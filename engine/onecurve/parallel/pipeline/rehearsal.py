@@ -76,18 +76,21 @@ def check_stages(
             f"strategy.schedule={schedule} cannot train the blocks of `model` ({cause}): take "
             "strategy.schedule=interleaved_1f1b or 1f1b, or strategy=ddp"
         ) from error
-    precision = torch.finfo(expected["outputs"].dtype).eps ** 0.5
     buffers = dict(net.named_buffers())  # a mask may have infinite values
-    smallest = precision * max(_norm(value) for name, value in expected.items() if name not in buffers)
-    for name, one in expected.items():
-        other = found[name]
-        tolerance = precision * (_norm(one) + smallest)
-        if not (torch.equal(one, other) or _norm(one.double() - other.double()) <= tolerance):
+    largest = max(_norm(value) for name, value in expected.items() if name not in buffers)
+    for name, value in expected.items():
+        if not _is_near(found[name], value, largest, torch.finfo(expected["outputs"].dtype).eps ** 0.5):
             raise UserError(
                 f"the stages of `model` do not train like the network: {name} is another, as with torch.no_grad() or "
                 "an autograd.Function outside of the blocks, or a loss that reads weights. Move it into a block, or "
                 "use strategy=ddp or fsdp"
             )
+
+
+def _is_near(found: Tensor, expected: Tensor, largest: float, precision: float) -> bool:
+    """Return whether two tensors differ by rounding only; near zero, relative to the `largest` norm of all tensors."""
+    tolerance = precision * (_norm(expected) + precision * largest)
+    return torch.equal(found, expected) or _norm(found.double() - expected.double()) <= tolerance
 
 
 def _norm(value: Tensor) -> float:
