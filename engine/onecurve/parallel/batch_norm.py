@@ -273,7 +273,7 @@ class GroupedBatchNorm(AnyBatchNorm):
 
 
 class _BatchNormCalls(TorchFunctionMode):
-    """Context in which `F.batch_norm`, with the running statistics of a layer, normalizes by group."""
+    """Context in which the `normalize` of a layer takes the place of `F.batch_norm`."""
 
     def __init__(self, norm: GroupedBatchNorm) -> None:
         super().__init__()

@@ -97,7 +97,7 @@ class PassSums:
         self.weights = [weight for weight in weights if weight.requires_grad]
         self._kept: list[Tensor | None] = [None] * len(self.weights)
         self._places = self._buffers()
-        buffers = {id(buffer): buffer for *_, buffer in self._places}.values()  # a buffer may have two names
+        buffers = dict.fromkeys(buffer for *_, buffer in self._places)  # a buffer may have two names
         self._floats = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
         self._others = [buffer for buffer in buffers if not (buffer.is_floating_point() or buffer.is_complex())]
         self._gradients, self._means = TreeSum(), TreeSum()
@@ -111,9 +111,9 @@ class PassSums:
 
     def begin_forward(self) -> None:
         """Give the network copies of its buffers."""
-        copies = {id(buffer): buffer.clone() for buffer in (*self._floats, *self._others)}
+        copies = {buffer: buffer.clone() for buffer in (*self._floats, *self._others)}
         for part, name, buffer in self._places:
-            setattr(part, name, copies[id(buffer)])
+            setattr(part, name, copies[buffer])
 
     def end_forward(self, number: int) -> None:
         """Add the buffers of a virtual rank."""
@@ -123,11 +123,11 @@ class PassSums:
                 f"bit_exact=true: the forward pass adds, removes or resizes the buffer {name}, of which virtual ranks "
                 "need a mean: give it its shape in the constructor"
             )
-        now: dict[int, Any] = {id(buffer): part.get_buffer(name) for part, name, buffer in self._places}
+        now: dict[Tensor, Any] = {buffer: part.get_buffer(name) for part, name, buffer in self._places}
         # A sum of V masks of the smallest float would overflow, and 1/V is exact, because V is a power of two.
-        self._means.add([upcast_half(now[id(buffer)]) / self.count for buffer in self._floats], number)
+        self._means.add([upcast_half(now[buffer]) / self.count for buffer in self._floats], number)
         if number == 0:
-            self._first = [now[id(buffer)] for buffer in self._others]
+            self._first = [now[buffer] for buffer in self._others]
 
     def keep_gradients(self) -> None:
         """Keep the gradients that the weights have."""

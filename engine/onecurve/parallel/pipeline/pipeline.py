@@ -268,7 +268,8 @@ class Pipeline(ShardedStateStrategy):
         """Train a batch from the inputs of the network; return its (samples, ...) outputs on every rank."""
         if self._losses is not None:
             raise self._called_twice()
-        count, keys, seed = len(batch), sample_random.keys if self._draws else None, sample_random.call_seed
+        keys = sample_random.keys if self._draws else None
+        count, seed = len(batch), sample_random.call_seed
         outputs = self.run_schedule(
             split_samples(inputs, count).flatten(0, 1),
             batch,
