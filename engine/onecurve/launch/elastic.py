@@ -121,11 +121,8 @@ def with_devices(cfg: DictConfig, devices: list[int]) -> DictConfig:
 def with_smaller_micro_batches(cfg: DictConfig, normalizes: bool) -> DictConfig:
     """Return the configuration with micro-batches of half the size, if they can hold whole groups and samples.
 
-    With fewer ranks each has more samples of a batch, for which its memory may be too small.
-
-    Args:
-        cfg: the resolved configuration.
-        normalizes: whether the network has batch normalization, whose groups must not be divided.
+    With fewer ranks each has more samples of a batch, for which its memory may be too small. The groups of a network
+    that `normalizes`, by batch normalization, must not be divided.
     """
     cfg = cfg.copy()
     accumulate = 2 * cfg.trainer.accumulate_grad_batches

@@ -22,21 +22,9 @@ from onecurve.launch.elastic import (
     with_devices,
     with_smaller_micro_batches,
 )
-from onecurve.launch.outcome import (
-    RankFailedError,
-    exit_rank,
-    first_failure,
-    fold_frames,
-    record_restart,
-)
+from onecurve.launch.outcome import RankFailedError, exit_rank, first_failure, fold_frames, record_restart
 from onecurve.process import signals
-from onecurve.process.rank import (
-    REPORT_FILE,
-    close_process_group,
-    connect_debugger,
-    cores_per_rank,
-    log_to_folder,
-)
+from onecurve.process.rank import REPORT_FILE, close_process_group, connect_debugger, cores_per_rank, log_to_folder
 from onecurve.records.events import append_event, read_events
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
@@ -100,8 +88,9 @@ def launch_workers(cfg: DictConfig) -> dict[str, float]:
 
 def _next_start(cfg: DictConfig, policy: DevicePolicy, end: RankFailedError | signals.Stopped) -> DictConfig:
     """Return the configuration of the next start, from the newest checkpoint; raise the error if there is none."""
-    is_resize = isinstance(end, signals.Stopped) and end.number == signals.RESIZE
-    if not is_resize and (isinstance(end, signals.Stopped) or cfg.launch.max_restarts <= 0):
+    if isinstance(end, signals.Stopped) and end.number != signals.RESIZE:
+        raise end
+    if isinstance(end, RankFailedError) and cfg.launch.max_restarts <= 0:
         raise end
     unusable = unusable_devices(cfg, policy.devices) if cfg.launch.elastic else set()
     if isinstance(end, RankFailedError):

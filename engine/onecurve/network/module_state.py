@@ -37,7 +37,7 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     Lists and dictionaries get their elements back; what other objects hold is not restored. A buffer keeps its shape.
     """
-    attributes = [(part, {name: _copy(value) for name, value in _attributes(part)}) for part in modules]
+    attributes = [(part, {name: _copy(value) for name, value in _attributes(part).items()}) for part in modules]
     tensors = []
     for part, _ in attributes:
         frozen = [weight for weight in part.parameters(recurse=False) if not weight.requires_grad]
@@ -46,7 +46,7 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for part, before in attributes:
-            for name in dict(_attributes(part)).keys() - before.keys():
+            for name in _attributes(part).keys() - before.keys():
                 vars(part).pop(name)
             for name, value in before.items():
                 _restore(part, name, value)
@@ -55,8 +55,8 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
                 tensor.copy_(values)
 
 
-def _attributes(part: nn.Module) -> list[tuple[str, Any]]:
-    return [(name, value) for name, value in vars(part).items() if name not in _INTERNAL]
+def _attributes(part: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(part).items() if name not in _INTERNAL}
 
 
 def _copy(value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Conversions of tensors: between sharded and plain ones, and from half precision; module versions of state dicts."""
+"""Conversions of tensors: sharded and plain ones, half precision, vectors; module versions of state dicts."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,17 @@ def to_full_tensor(value: Any) -> Any:
 def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a sharded tensor, or any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def to_vector(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elements of tensors of one type, one tensor after the other."""
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def copy_from_vector(vector: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Undo `to_vector`, in place; torch's `vector_to_parameters` would give the tensors other memory."""
+    for tensor, values in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(values.view(tensor.shape))
 
 
 def with_versions(tensors: Mapping[str, Any], source: Mapping[str, Any]) -> OrderedDict[str, Any]:

@@ -38,13 +38,11 @@ def build_optimizer(
     if not isinstance(lr, int | float) or lr < 0:
         raise UserError(f"optimizer.lr={lr} is not a learning rate: give a number of at least zero")
     named = [(f"{prefix}{name}", parameter) for name, parameter in net.named_parameters() if parameter.requires_grad]
+    matrices = [(name, weight) for name, weight in named if weight.ndim > 1]
+    vectors = [(name, weight) for name, weight in named if weight.ndim <= 1]
     groups: list[dict[str, Any]] = [
-        {"name": "decay", "params": [(name, weight) for name, weight in named if weight.ndim > 1]},
-        {
-            "name": "no decay",
-            "params": [(name, weight) for name, weight in named if weight.ndim <= 1],
-            "weight_decay": 0.0,
-        },
+        {"name": "decay", "params": matrices},
+        {"name": "no decay", "params": vectors, "weight_decay": 0.0},
     ]
     fused = {"fused": True} if allow_fused and _can_fuse(factory, [parameter for _, parameter in named]) else {}
     try:

@@ -88,12 +88,7 @@ def scheduler_config(optimizer: Optimizer, schedule: Schedule | TorchSchedule, s
         scheduler = schedule.scheduler(optimizer)
     except (TypeError, ValueError) as error:
         raise UserError(f"scheduler={schedule.scheduler.func.__name__}: {error}") from error
-    return {
-        "scheduler": scheduler,
-        "interval": schedule.interval,
-        "frequency": schedule.frequency,
-        "monitor": schedule.monitor,
-    }
+    return vars(schedule) | {"scheduler": scheduler}
 
 
 def _lr_lambda(schedule: Schedule, group: dict[str, Any], steps: int) -> Callable[[int], float]:

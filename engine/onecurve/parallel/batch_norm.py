@@ -10,7 +10,6 @@ groups that it holds. This update is linear, so the weighted mean of the copies 
 """
 
 import functools
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +25,12 @@ from onecurve.data.layout import BatchLayout
 from onecurve.errors import UserError
 from onecurve.network.compilation import constant
 from onecurve.network.recomputation import remember
-from onecurve.network.tensors import upcast_half
+from onecurve.network.tensors import copy_from_vector, to_vector, upcast_half
 from onecurve.observe.recording import communication
+from onecurve.parallel.gather import all_gather_into
 from onecurve.patches.torch import AnyBatchNorm, BatchNormOfAnyShape, keep_out_of_ddp
 
-_PARAMETERS = tuple(inspect.signature(F.batch_norm).parameters)
 _ADDITIONS = (Tensor.add_, Tensor.__iadd__, Tensor.add, Tensor.__add__)
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the older name is deprecated
 
 
 @dataclass(frozen=True)
@@ -59,28 +57,29 @@ class RankGroups:
 
 
 def rank_groups(layout: BatchLayout, data_parallel: Any) -> RankGroups:
-    """Return the groups of this rank. Every data-parallel rank must call it.
-
-    Args:
-        layout: the layout of the global batch.
-        data_parallel: process group of the data-parallel ranks; None if there is one.
-    """
-    holds, rank = layout.counts > 0, layout.parallel.dp_rank  # (ranks, groups)
+    """Return the groups of this rank in a layout of the global batch. Every data-parallel rank must call it."""
     ranks = ranks_that_share(layout)
-    counts = layout.counts[ranks][:, holds[ranks].any(0)]
-    sharing = data_parallel
-    if len(ranks) < len(holds):
-        members = [dist.get_process_group_ranks(data_parallel)[number] for number in ranks]
-        sharing = dist.new_group(members, use_local_synchronization=True) if len(ranks) > 1 else None
+    held = layout.counts[ranks].any(0)  # (groups,)
+    counts = layout.counts[ranks][:, held]
     return RankGroups(
         counts=tuple(map(tuple, counts.tolist())),
-        sizes=tuple(counts[ranks.index(rank)].tolist()),
+        sizes=tuple(layout.counts[layout.parallel.dp_rank, held].tolist()),
         totals=tuple(counts.sum(0).tolist()),
-        sharing=sharing,
+        sharing=_sharing_group(ranks, layout, data_parallel),
         data_parallel=data_parallel,
-        weight=counts.shape[1] / holds.shape[1] / len(ranks),
+        weight=int(held.sum()) / held.size / len(ranks),
         micro_batches=layout.micro_batches,
     )
+
+
+def _sharing_group(ranks: list[int], layout: BatchLayout, data_parallel: Any) -> Any:
+    """Return the process group of some data-parallel ranks; None for a rank alone, which needs none."""
+    if len(ranks) == layout.parallel.dp_size:
+        return data_parallel
+    if len(ranks) == 1:
+        return None
+    members = [dist.get_process_group_ranks(data_parallel)[number] for number in ranks]
+    return dist.new_group(members, use_local_synchronization=True)
 
 
 def ranks_that_share(layout: BatchLayout) -> list[int]:
@@ -136,10 +135,9 @@ def average_statistics(net: nn.Module) -> None:
         return
     groups = norms[0].groups
     statistics: list[Any] = [tensor for norm in norms for tensor in (norm.running_mean, norm.running_var)]
-    means = torch.cat(statistics) * groups.weight
+    means = to_vector(statistics) * groups.weight
     dist.all_reduce(means, group=groups.data_parallel)
-    for own, mean in zip(statistics, means.split([len(own) for own in statistics]), strict=True):
-        own.copy_(mean)
+    copy_from_vector(means, statistics)
 
 
 class GroupedBatchNorm(AnyBatchNorm):
@@ -171,7 +169,8 @@ class GroupedBatchNorm(AnyBatchNorm):
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.training and not torch.compiler.is_compiling():
             self.lengths.append(input[:, 0].numel() // sum(self.groups.sizes))
-        if not self._needs_groups(input):
+        # One group that a process holds in one piece is what torch's layer normalizes, with fewer kernels.
+        if not self.training or (self.groups.counts == ((len(input),),) and self.groups.micro_batches == 1):
             return super().forward(input, *args, **kwargs)
         self.is_normalized = False
         with _BatchNormCalls(self):
@@ -183,14 +182,22 @@ class GroupedBatchNorm(AnyBatchNorm):
             )
         return output
 
-    def _needs_groups(self, input: Tensor) -> bool:
-        # One group that a process holds in one piece is what torch's layer normalizes, with fewer kernels.
-        return self.training and not (self.groups.counts == ((len(input),),) and self.groups.micro_batches == 1)
-
     def normalize(
-        self, input: Tensor, weight: Any = None, bias: Any = None, momentum: float = 0.1, eps: float = 1e-5, **_: Any
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
     ) -> Tensor:
-        """Return the output, and move the running statistics. The arguments are those of `F.batch_norm`."""
+        """Compute `F.batch_norm`, with the layer's own statistics by group in training, which moves them."""
+        is_own = running_mean is self.running_mean
+        self.is_normalized |= is_own
+        if not (is_own and training):
+            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
         normalize = self._normalize_alone if self.groups.sharing is None else self._normalize_shared
         output, moments = normalize(input, self._rows_per_group(input), weight, bias, eps)
         remember(lambda: self._update_running(moments, momentum))
@@ -266,7 +273,7 @@ class GroupedBatchNorm(AnyBatchNorm):
 
 
 class _BatchNormCalls(TorchFunctionMode):
-    """Context in which `F.batch_norm`, with the running statistics of a layer, normalizes by group."""
+    """Context in which the `normalize` of a layer takes the place of `F.batch_norm`."""
 
     def __init__(self, norm: GroupedBatchNorm) -> None:
         super().__init__()
@@ -275,13 +282,8 @@ class _BatchNormCalls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ADDITIONS and args[0] is self.norm.num_batches_tracked and not self.norm.is_first_pass:
             return args[0]  # this step is counted
-        if func is not F.batch_norm:
-            return func(*args, **(kwargs or {}))
-        call = dict(zip(_PARAMETERS, args, strict=False)) | (kwargs or {})
-        if call["running_mean"] is not self.norm.running_mean:
-            return func(**call)
-        self.norm.is_normalized = True
-        return self.norm.normalize(**call) if call.get("training") else func(**call)
+        call = self.norm.normalize if func is F.batch_norm else func
+        return call(*args, **(kwargs or {}))
 
 
 @functools.cache
@@ -299,7 +301,7 @@ def _moments_over_ranks(input: Tensor, sizes: list[int], groups: RankGroups) -> 
     own = torch.stack([_moments(part) for part in input.split(sizes)])
     gathered = own.new_empty(len(groups.counts) * len(own), *own.shape[1:])
     with communication():
-        _all_gather(gathered, own, group=groups.sharing)
+        all_gather_into(gathered, own, group=groups.sharing)
     means, variances = gathered.view(-1, *own.shape).unbind(2)  # (ranks, groups, channels)
     counts = constant(groups.counts, own.dtype, own.device)[..., None]
     fractions = counts / counts.sum(0)
@@ -360,26 +362,30 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, var, values = ctx.saved_tensors
-        parts = list(zip(gradients[0].split(ctx.sizes), input.split(ctx.sizes), mean, var, strict=True))
-        grads = [_backward(*part, weight, ctx.eps) for part in parts]
-        grad_inputs, grad_weights, grad_biases = zip(*grads, strict=True)
+        inputs = input.split(ctx.sizes)
+        parts = zip(gradients[0].split(ctx.sizes), inputs, mean, var, strict=True)
+        of_groups = [_backward(*part, weight, ctx.eps) for part in parts]
+        grad_inputs, grad_weights, grad_biases = zip(*of_groups, strict=True)
         sums = torch.stack([torch.stack(grad_weights), torch.stack(grad_biases)])  # (2, groups, channels)
         grad_weight, grad_bias = sums.sum(1)  # of this rank, before the ranks add theirs
         with communication():
             dist.all_reduce(sums, group=ctx.process_group)
-        # What the moments, of which each sample is a part, add to the gradient of x: slope * x + shift.
-        mean_gx, mean_g = sums / values
-        inv_std = torch.rsqrt(var + ctx.eps)
-        gamma = 1 if weight is None else weight
-        slope = -mean_gx * inv_std * inv_std * gamma
-        shift = -mean_g * inv_std * gamma - slope * mean
+        slope, shift = _terms_of_moments(sums / values, mean, torch.rsqrt(var + ctx.eps), weight)
         per_channel = [-1] + [1] * (input.ndim - 2)
-        for grad, (_, x, _, _), a, b in zip(grad_inputs, parts, slope, shift, strict=True):
+        for grad, x, a, b in zip(grad_inputs, inputs, slope, shift, strict=True):
             grad.addcmul_(x, a.view(per_channel)).add_(b.view(per_channel))
         grad_input = torch.cat(grad_inputs)
         if weight is None:
             return grad_input, *[None] * 8
         return grad_input, grad_weight, grad_bias, *[None] * 6
+
+
+def _terms_of_moments(means: Tensor, mean: Tensor, inv_std: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the (groups, channels) slope and shift, from `mean_gx` and `mean_g`, (2, groups, channels)."""
+    mean_gx, mean_g = means
+    gamma = 1 if weight is None else weight
+    slope = -mean_gx * inv_std * inv_std * gamma
+    return slope, -mean_g * inv_std * gamma - slope * mean
 
 
 def _backward(

@@ -39,12 +39,28 @@ def resolve_strategy(strategy: Any, devices: int | list[int], num_nodes: int) ->
 
 def check_can_train(strategy: Any, module: L.LightningModule) -> None:
     """Check that the strategy can train the module: with manual optimization each rank needs a full replica."""
-    name, module_name = type(strategy).__name__.removesuffix("Strategy").lower(), type(module).__name__
+    name = type(strategy).__name__.removesuffix("Strategy").lower()
     if not module.automatic_optimization and not isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
         raise UserError(
-            f"strategy={name} supports only one optimizer, but {module_name} optimizes manually, with several: set "
-            "strategy=ddp, or auto"
+            f"strategy={name} supports only one optimizer, but {type(module).__name__} optimizes manually, with "
+            "several: set strategy=ddp, or auto"
         )
+    _check_needs(strategy, name, module)
+    shards = "fsdp" in (name, getattr(strategy, "data_parallel", ""))
+    for weight_name, weight in module.named_parameters():
+        # FSDP makes new parameters, also of the stages of a pipeline, and pickling for spawned processes drops hooks.
+        if (shards or name == "ddpspawn") and has_gradient_hook(weight):
+            raise UserError(f"this strategy would lose the hook of the parameter {weight_name}: use strategy=ddp")
+        if shards and weight.ndim == 0:
+            raise UserError(
+                f"FSDP cannot shard the scalar {weight_name}: give it a dense weight of one dimension, or use "
+                "strategy=ddp"
+            )
+
+
+def _check_needs(strategy: Any, name: str, module: L.LightningModule) -> None:
+    """Check that the module has the attributes that a strategy uses."""
+    module_name = type(module).__name__
     for attribute, meaning in getattr(strategy, "module_needs", {}).items():
         if not getattr(module, attribute, None):
             raise UserError(
@@ -54,17 +70,6 @@ def check_can_train(strategy: Any, module: L.LightningModule) -> None:
             raise UserError(
                 f"strategy={name} calls {module_name}.loss(outputs, batch), which is a layer: give the layer another "
                 "name, and call it in a method `loss`"
-            )
-    # FSDP makes new parameters, also of the stages of a pipeline, and pickling for spawned processes drops hooks.
-    if "fsdp" in (name, getattr(strategy, "data_parallel", "")) or name == "ddpspawn":
-        for weight_name, weight in module.named_parameters():
-            if has_gradient_hook(weight):
-                raise UserError(f"this strategy would lose the hook of the parameter {weight_name}: use strategy=ddp")
-    if "fsdp" in (name, getattr(strategy, "data_parallel", "")):
-        refused = [f"the scalar {name}" for name, weight in module.named_parameters() if weight.ndim == 0]
-        if refused:
-            raise UserError(
-                f"FSDP cannot shard {refused[0]}: give it a dense weight of one dimension, or use strategy=ddp"
             )
 
 
@@ -96,18 +101,7 @@ def check_parts(trainer: Any, module: L.LightningModule) -> None:
             "its steps itself: unset it, or let the module optimize automatically"
         )
     if trainer.bit_exact or accumulate > 1 or devices > 1:
-        for name, part in module.named_modules():
-            if getattr(part, "sparse", None) is True:
-                # With gloo, DDP of torch 2.13 divides the dense gradients twice if there is a sparse one.
-                raise UserError(
-                    f"{name} has sparse=True, and ranks, micro-batches and virtual ranks add dense gradients: set "
-                    "sparse=False, or train undivided on one device"
-                )
-            if getattr(part, "max_norm", None) is not None:  # of nn.Embedding
-                raise UserError(
-                    f"{name} has max_norm, so its forward pass writes into the weights of the samples that a process, "
-                    "micro-batch or virtual rank has: normalize its outputs, or train on one device"
-                )
+        _check_layers(module)
     if trainer.bit_exact and accumulate > 1:
         raise UserError(
             f"bit_exact=true computes a step in virtual_ranks={trainer.virtual_ranks} passes already: set "
@@ -115,6 +109,22 @@ def check_parts(trainer: Any, module: L.LightningModule) -> None:
         )
     if trainer.bit_exact:
         check_virtual_ranks(trainer.strategy, trainer.virtual_ranks, devices)
+
+
+def _check_layers(module: L.LightningModule) -> None:
+    """Check that no layer gives sparse gradients or changes its weights in the forward pass, as nn.Embedding may."""
+    for name, part in module.named_modules():
+        if getattr(part, "sparse", None) is True:
+            # With gloo, DDP of torch 2.13 divides the dense gradients twice if there is a sparse one.
+            raise UserError(
+                f"{name} has sparse=True, and ranks, micro-batches and virtual ranks add dense gradients: set "
+                "sparse=False, or train undivided on one device"
+            )
+        if getattr(part, "max_norm", None) is not None:
+            raise UserError(
+                f"{name} has max_norm, so its forward pass writes into the weights of the samples that a process, "
+                "micro-batch or virtual rank has: normalize its outputs, or train on one device"
+            )
 
 
 def check_virtual_ranks(strategy: Any, count: int, world_size: int) -> None:

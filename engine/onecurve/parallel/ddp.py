@@ -119,6 +119,13 @@ class DDP(DDPStrategy):
         return cast(Any, self.lightning_module).trainer.datamodule.bit_exact
 
     def setup(self, trainer: L.Trainer) -> None:
+        self._check_options(trainer)
+        if self.comm_hook == "post_local_sgd":  # torch's model averaging returns contiguous weights
+            self.lightning_module.to(memory_format=torch.contiguous_format)
+        super().setup(trainer)
+
+    def _check_options(self, trainer: L.Trainer) -> None:
+        """Raise a UserError for options that exclude others of the run."""
         if self.comm_hook == "bf16" and self.root_device.type == "cpu":
             raise UserError("strategy.comm_hook=bf16: gloo, which CPUs use, does not reduce that type; take fp16")
         if self.comm_hook == "post_local_sgd":
@@ -126,8 +133,6 @@ class DDP(DDPStrategy):
                 raise UserError("callbacks.ema averages each rank's own weights under post_local_sgd: leave out one")
             if not self.lightning_module.automatic_optimization:
                 raise UserError("strategy.comm_hook=post_local_sgd averages the weights of one optimizer; take fp16")
-            # torch's model averaging returns contiguous weights.
-            self.lightning_module.to(memory_format=torch.contiguous_format)
         if self.comm_hook in ("powersgd", "post_local_sgd") and self.precision_plugin.precision == "16-mixed":
             raise UserError(
                 f"strategy.comm_hook={self.comm_hook} cannot handle the overflows of trainer.precision=16-mixed: "
@@ -138,7 +143,6 @@ class DDP(DDPStrategy):
                 "strategy.shard_optimizer=true divides the groups of the optimizer, which a BaseFinetuning callback "
                 "replaces when a run resumes: set it to false, or take strategy=fsdp"
             )
-        super().setup(trainer)
 
     def wrap(self, model: nn.Module) -> DistributedDataParallel:
         if self._adds_virtual_ranks:

@@ -1,4 +1,4 @@
-"""Gather objects of the ranks; and `LightningModule.all_gather` of tensors with different numbers of rows.
+"""Gathering of tensors and of other objects from all ranks.
 
 Evaluation has every sample once, so ranks may hold different numbers of predictions, which torch gathers with a crash.
 """
@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
+
+all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the older name is deprecated
 
 
 def gather_objects(own: Any) -> list[Any]:
@@ -21,9 +23,9 @@ def gather_objects(own: Any) -> list[Any]:
 
 
 def all_gather(strategy: ParallelStrategy, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-    """Gather a tensor of each rank: (ranks, rows, ...), or (1, rows of all ranks, ...) if their numbers differ.
+    """Gather as `LightningModule.all_gather`, also different numbers of rows. Every rank of the group must call it.
 
-    Every rank of the group must call it.
+    The result is (ranks, rows, ...), or (1, rows of all ranks, ...) if their numbers differ.
     """
     trainer: Any = strategy.lightning_module.trainer
     may_differ = tensor.ndim > 0 and (not trainer.training or trainer.datamodule.bit_exact)
@@ -33,6 +35,5 @@ def all_gather(strategy: ParallelStrategy, tensor: Tensor, group: Any = None, sy
     if len(set(counts)) <= 1:
         return ParallelStrategy.all_gather(strategy, tensor, group, sync_grads)
     padding = tensor.new_zeros(max(counts) - len(tensor), *tensor.shape[1:])
-    padded = torch.cat([tensor, padding])
-    rows = ParallelStrategy.all_gather(strategy, padded, group, sync_grads)
+    rows = ParallelStrategy.all_gather(strategy, torch.cat([tensor, padding]), group, sync_grads)
     return torch.cat([own[:count] for own, count in zip(rows, counts, strict=True)])[None]

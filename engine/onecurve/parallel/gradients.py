@@ -1,12 +1,11 @@
 """Averaging and clipping of gradients over the ranks of a process group."""
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onecurve.network.norm import order_free_norm
-from onecurve.network.tensors import to_full_tensor
+from onecurve.network.tensors import copy_from_vector, to_full_tensor, to_vector
 from onecurve.observe.recording import communication
 
 
@@ -15,10 +14,9 @@ def average_over(group: dist.ProcessGroup, gradients: list[Tensor]) -> None:
     """Replace the gradients with their means over the ranks of `group`, which hold replicas, in one all-reduce."""
     if dist.get_world_size(group) == 1:
         return
-    flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(dist.get_world_size(group))
-    dist.all_reduce(flat, group=group)
-    for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-        gradient.copy_(mean.view_as(gradient))
+    vector = to_vector(gradients).div_(dist.get_world_size(group))
+    dist.all_reduce(vector, group=group)
+    copy_from_vector(vector, gradients)
 
 
 def clip_by_norm_over(

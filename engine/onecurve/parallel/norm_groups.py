@@ -75,19 +75,22 @@ class NormGroups(L.Callback):
 
 def _compare_lengths(norms: list[GroupedBatchNorm]) -> None:
     """Check that all ranks and micro-batches of a step have padded their samples alike. Every rank must call it."""
-    groups, of_parts = norms[0].groups, list[list[list[int]]]()
-    for part in range(groups.micro_batches):
-        passes = [(norm, len(norm.lengths) // groups.micro_batches) for norm in norms]  # of each micro-batch
-        of_parts.append([norm.lengths[part * count : (part + 1) * count] for norm, count in passes])
-    ranks = [of_parts]
+    groups = norms[0].groups
+    own = [[_lengths_in(part, norm) for norm in norms] for part in range(groups.micro_batches)]
+    ranks = [own]
     if groups.data_parallel is not None:
-        ranks = [of_parts] * dist.get_world_size(groups.data_parallel)
-        dist.all_gather_object(ranks, of_parts, group=groups.data_parallel)
-    if any(part != of_parts[0] for rank in ranks for part in rank):
+        ranks = [own] * dist.get_world_size(groups.data_parallel)
+        dist.all_gather_object(ranks, own, group=groups.data_parallel)
+    if any(part != own[0] for rank in ranks for part in rank):
         raise UserError(
             "batch normalization counts the padding of samples, and the ranks or micro-batches of a step have padded "
             "theirs to different lengths: pad all samples to one length, or set bit_exact=true"
         )
+
+
+def _lengths_in(micro_batch: int, norm: GroupedBatchNorm) -> list[int]:
+    passes = len(norm.lengths) // norm.groups.micro_batches  # of each micro-batch
+    return norm.lengths[micro_batch * passes : (micro_batch + 1) * passes]
 
 
 def check_groups(layout: BatchLayout) -> None:

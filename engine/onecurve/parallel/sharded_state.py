@@ -102,7 +102,8 @@ class ShardedStateStrategy(ModelParallelStrategy):
                 sharded.save_shards(checkpoint, folder)
             except OSError as error:  # every rank gets the error of the rank that failed
                 raise write_error(Path(filepath), error) from error
-            checkpoint = sharded.map_tensors(checkpoint, _without_memory) | {sharded.SHARDS: folder.name}
+            shapes = sharded.map_tensors(checkpoint, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"))
+            checkpoint = shapes | {sharded.SHARDS: folder.name}
         else:
             checkpoint = sharded.map_tensors(checkpoint, self._to_full_tensor)
         super().save_checkpoint(self._merge_ranks(checkpoint), filepath, storage_options)
@@ -115,21 +116,21 @@ class ShardedStateStrategy(ModelParallelStrategy):
     def _merge_ranks(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return the checkpoint of the full network, on rank zero; every rank must call it."""
         merged = dict(checkpoint)
-        positions = {name: position for position, name in enumerate(self._full_names)}
         for section in sharded.WEIGHTS:
             if section in checkpoint:
-                parts = self.gather_state(checkpoint[section])
-                tensors = [item for part in parts for item in part.items()]
-                # A tensor that a callback has added comes last.
-                ordered = dict(sorted(tensors, key=lambda item: positions.get(item[0], len(positions))))
-                merged[section] = with_versions(ordered, self._versions)
+                merged[section] = with_versions(self._gather_by_name(checkpoint[section]), self._versions)
         if "requires_grad" in checkpoint:
-            parts = self.gather_state(checkpoint["requires_grad"])
-            merged["requires_grad"] = dict(item for part in parts for item in part.items())
+            merged["requires_grad"] = self._gather_by_name(checkpoint["requires_grad"])
         if "optimizer_states" in checkpoint:
             states = [self.gather_state(state) for state in checkpoint["optimizer_states"]]
             merged["optimizer_states"] = [merge(parts, self._full_names) for parts in states]
         return merged
+
+    def _gather_by_name(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of all ranks in the order of the full network, and last what a callback has added."""
+        values = {name: value for part in self.gather_state(own) for name, value in part.items()}
+        in_order = [name for name in self._full_names if name in values]
+        return {name: values[name] for name in in_order} | values
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = read_checkpoint(checkpoint_path)
@@ -138,16 +139,10 @@ class ShardedStateStrategy(ModelParallelStrategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
         self.lightning_module.load_state_dict(self._shard_weights(checkpoint["state_dict"]), strict=strict)
 
     def _shard_weights(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the part of the full tensors that this rank holds."""
-        assert self.lightning_module is not None
         own = self.lightning_module.state_dict()
         parts = {name: shard_like(saved[name], tensor) for name, tensor in own.items() if name in saved}
         return with_versions(parts, saved)
-
-
-def _without_memory(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

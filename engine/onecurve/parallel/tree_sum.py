@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onecurve.network.tensors import copy_from_vector, to_vector
 from onecurve.observe.recording import communication
+from onecurve.parallel.gather import all_gather_into
 from onecurve.patches.torch import foreach_add_
 
 _BUCKET = 25 << 20  # bytes that are sent at once, of which some copies are in memory
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the older name is deprecated
 
 
 class TreeSum:
@@ -45,22 +46,16 @@ class TreeSum:
 def sum_over_ranks(own: TreeSum, virtual_ranks: Sequence[Iterable[int]], group: Any) -> list[Tensor]:
     """Return the sums over all virtual ranks, on every rank; it moves as many bytes as an all-reduce.
 
-    Each rank gets a slice of the nodes of all ranks, adds it, and sends the sum to the others.
-
-    Args:
-        own: the nodes of this rank, whose tensors get the sums.
-        virtual_ranks: those of each rank of the group.
-        group: process group of the ranks.
+    Each rank gets a slice of the nodes of all ranks, adds it, and sends the sum to the others. The tensors of the
+    `own` nodes get the sums. `virtual_ranks` are those of each rank of the process group.
     """
     nodes = [tensors for _, tensors in sorted(own.nodes.items())]
     if len(virtual_ranks) == 1:
         return nodes[0]
+    nodes_of_ranks = [nodes_of(ranks) for ranks in virtual_ranks]
     for columns in buckets(nodes[0]):
-        rows = [torch.cat([tensors[number].flatten() for number in columns]) for tensors in nodes]
-        total = _sum_rows(rows, [nodes_of(ranks) for ranks in virtual_ranks], group)
-        tensors = [nodes[0][number] for number in columns]
-        for tensor, values in zip(tensors, total.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(values.view(tensor.shape))
+        own_rows = [to_vector([tensors[number] for number in columns]) for tensors in nodes]
+        copy_from_vector(_sum_rows(own_rows, nodes_of_ranks, group), [nodes[0][number] for number in columns])
     return nodes[0]
 
 
@@ -96,7 +91,7 @@ def _sum_rows(rows: list[Tensor], nodes: list[list[tuple[int, int]]], group: Any
             tree.add([received[rank, number]], *key)
     ((own,),) = tree.nodes.values()
     total = own.new_empty(ranks * size)
-    _all_gather(total.view(torch.uint8), own.contiguous().view(torch.uint8), group=group)
+    all_gather_into(total.view(torch.uint8), own.contiguous().view(torch.uint8), group=group)
     return total[:length]
 
 

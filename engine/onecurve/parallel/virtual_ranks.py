@@ -28,9 +28,6 @@ class VirtualRanks:
 
     A strategy whose processes hold less has a subclass as its attribute `virtual_ranks`.
 
-    Args:
-        trainer: the trainer, before a step.
-
     Attributes:
         of_processes: the virtual ranks of each data-parallel process.
         own: those of this process.
@@ -59,7 +56,7 @@ class VirtualRanks:
     @contextmanager
     def one_pass(self, number: int) -> Iterator[None]:
         """Return a context for the forward and the backward pass of a virtual rank."""
-        (sums,) = self.sums
+        sums = self.sums[-1]  # a pipeline's schedule computes the stages, which come before
         sums.begin_forward()
         yield
         sums.end_forward(number)
@@ -72,10 +69,7 @@ class VirtualRanks:
     def finish(self, rows: Tensor) -> Tensor:
         """Set the gradients and buffers of the step; return the rows of all virtual ranks, (virtual ranks, n).
 
-        Every process must call it.
-
-        Args:
-            rows: numbers of each own virtual rank, of which the first is its loss, (own virtual ranks, n).
+        Every process must call it, with a row for each own virtual rank: n numbers, of which the first is its loss.
         """
         table = rows.new_zeros(self.count, rows.shape[1])
         table[self.own.start : self.own.stop : self.own.step] = rows
@@ -95,10 +89,6 @@ class PassSums:
 
     During a pass the network has copies of its buffers. A write into the buffers themselves would invalidate what
     autograd has saved of them, as it does of the running statistics of batch normalization.
-
-    Args:
-        modules: all modules of the network.
-        count: number of virtual ranks of the run.
     """
 
     def __init__(self, modules: Sequence[nn.Module], count: int) -> None:
@@ -106,43 +96,38 @@ class PassSums:
         weights = dict.fromkeys(weight for part in modules for weight in part.parameters(recurse=False))
         self.weights = [weight for weight in weights if weight.requires_grad]
         self._kept: list[Tensor | None] = [None] * len(self.weights)
-        self._places = [
-            (part, name, x) for part in modules for name, x in part.named_buffers(recurse=False, remove_duplicate=False)
-        ]
-        self._shapes = self._buffer_shapes()
-        buffers = {id(buffer): buffer for *_, buffer in self._places}.values()  # a buffer may have two names
+        self._places = self._buffers()
+        buffers = dict.fromkeys(buffer for *_, buffer in self._places)  # a buffer may have two names
         self._floats = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
         self._others = [buffer for buffer in buffers if not (buffer.is_floating_point() or buffer.is_complex())]
         self._gradients, self._means = TreeSum(), TreeSum()
         self._has_gradient = [False] * len(self.weights)
         self._first = [torch.zeros_like(buffer) for buffer in self._others]  # those of virtual rank 0, if it is here
 
+    def _buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
+        """Return each buffer, with its module and its name there."""
+        named = [(part, part.named_buffers(recurse=False, remove_duplicate=False)) for part in self._modules]
+        return [(part, name, buffer) for part, buffers in named for name, buffer in buffers]
+
     def begin_forward(self) -> None:
         """Give the network copies of its buffers."""
-        copies = {id(buffer): buffer.clone() for buffer in (*self._floats, *self._others)}
+        copies = {buffer: buffer.clone() for buffer in (*self._floats, *self._others)}
         for part, name, buffer in self._places:
-            setattr(part, name, copies[id(buffer)])
-
-    def _buffer_shapes(self) -> list[tuple[str, torch.Size]]:
-        return [
-            (name, x.shape)
-            for part in self._modules
-            for name, x in part.named_buffers(recurse=False, remove_duplicate=False)
-        ]
+            setattr(part, name, copies[buffer])
 
     def end_forward(self, number: int) -> None:
         """Add the buffers of a virtual rank."""
-        if (shapes := self._buffer_shapes()) != self._shapes:
-            (name, _), *_ = set(shapes).symmetric_difference(self._shapes)
+        if changed := _shapes(self._places) ^ _shapes(self._buffers()):
+            _, name, _ = changed.pop()
             raise UserError(
                 f"bit_exact=true: the forward pass adds, removes or resizes the buffer {name}, of which virtual ranks "
                 "need a mean: give it its shape in the constructor"
             )
-        now: dict[int, Any] = {id(buffer): part.get_buffer(name) for part, name, buffer in self._places}
+        now: dict[Tensor, Any] = {buffer: part.get_buffer(name) for part, name, buffer in self._places}
         # A sum of V masks of the smallest float would overflow, and 1/V is exact, because V is a power of two.
-        self._means.add([upcast_half(now[id(buffer)]) / self.count for buffer in self._floats], number)
+        self._means.add([upcast_half(now[buffer]) / self.count for buffer in self._floats], number)
         if number == 0:
-            self._first = [now[id(buffer)] for buffer in self._others]
+            self._first = [now[buffer] for buffer in self._others]
 
     def keep_gradients(self) -> None:
         """Keep the gradients that the weights have."""
@@ -164,30 +149,31 @@ class PassSums:
 
     def integers(self) -> Tensor:
         """Return (n,) int64: whether each weight has a gradient, and the buffers of virtual rank 0 without a mean."""
-        flags = constant(tuple(self._has_gradient), torch.int64, self._device)
+        tensors = [*self.weights, *self._floats, *self._others]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        flags = constant(tuple(self._has_gradient), torch.int64, device)
         return torch.cat([flags, *(buffer.flatten().long() for buffer in self._first)])
 
     def finish(self, integers: Tensor, of_processes: Sequence[range], group: Any) -> None:
         """Set the gradients of the weights, and the buffers. Every process of the group must call it.
 
-        Args:
-            integers: the sum of `integers()` over the processes.
-            of_processes: the virtual ranks of each process.
-            group: the processes.
+        It takes the sum of `integers()` over the processes, and the virtual ranks of each process.
         """
         has_gradient, *first = integers.split([len(self.weights), *(buffer.numel() for buffer in self._others)])
         gradients, means = self._add(of_processes, group)
         # The host waits for the device only if no pass of this process has computed some gradient.
-        has = self._has_gradient if all(self._has_gradient) else has_gradient.tolist()
-        for weight, gradient, kept, has_one in zip(self.weights, gradients, self._kept, has, strict=True):
-            weight.grad = kept
-            if has_one:
-                new = _shaped_like(gradient, weight)
-                weight.grad = new if kept is None else new + kept
+        self._set_gradients(gradients, self._has_gradient if all(self._has_gradient) else has_gradient.tolist())
         for part, name, buffer in self._places:
             setattr(part, name, buffer)
         for buffer, value in zip((*self._floats, *self._others), (*means, *first), strict=True):
             buffer.copy_(value.view(buffer.shape))
+
+    def _set_gradients(self, gradients: list[Tensor], has_gradient: list[bool]) -> None:
+        for weight, gradient, kept, has_one in zip(self.weights, gradients, self._kept, has_gradient, strict=True):
+            weight.grad = kept
+            if has_one:
+                new = _shaped_like(gradient, weight)
+                weight.grad = new if kept is None else new + kept
 
     def _add(self, of_processes: Sequence[range], group: Any) -> tuple[list[Tensor], list[Tensor]]:
         """Return the sums of the gradients, and the means of the buffers, over all virtual ranks."""
@@ -199,10 +185,9 @@ class PassSums:
         sums = sum_over_ranks(both, of_processes, group)
         return sums[: len(self.weights)], sums[len(self.weights) :]
 
-    @property
-    def _device(self) -> torch.device:
-        tensors = [*self.weights, *self._floats, *self._others]
-        return tensors[0].device if tensors else torch.device("cpu")
+
+def _shapes(buffers: Sequence[tuple[nn.Module, str, Tensor]]) -> set[tuple[nn.Module, str, torch.Size]]:
+    return {(part, name, buffer.shape) for part, name, buffer in buffers}
 
 
 def _shaped_like(local: Tensor, weight: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ and so replaces the modules: dropout, synchronized batch normalization and evalu
 """
 
 import inspect
+from collections import ChainMap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,24 +52,26 @@ class Block:
 
 
 def ordered_blocks(net: nn.Module, images: Tensor) -> list[Block]:
-    """Return the blocks of the network in the order of its forward pass, with their cost for a micro-batch.
+    """Return the blocks of the network in the order of its forward pass, with their cost for a micro-batch of images.
 
     An `nn.Sequential` of composite modules counts as several blocks, and so does the only child with parameters.
-
-    Args:
-        net: network with its blocks as children.
-        images: (n, channels, height, width) micro-batch.
     """
     image, *nodes, _ = _trace(net, list(block_names(net)), images).nodes
     done: dict[fx.Node, None] = {image: None}
     blocks: list[Block] = []
     for group in _group_by_call(nodes):
         done |= dict.fromkeys(node for node in group if node.op != "get_attr")
-        outputs = [node for node in done if node.users.keys() - done.keys()]
+        used_later = [node for node in done if node.users.keys() - done.keys()]
         called = [str(node.target) for node in group if node.op == "call_module"]
-        name, flops = called[0] if called else "forward", sum(node.meta["flops"] for node in group)
-        can_end = all(node.meta["is_activation"] for node in outputs)
-        blocks.append(Block(name, group, _tensors(net, group, called), flops, outputs, can_end))
+        block = Block(
+            name=called[0] if called else "forward",
+            nodes=group,
+            tensors=_tensors(net, group, called),
+            flops=sum(node.meta["flops"] for node in group),
+            outputs=used_later,
+            can_end_stage=all(node.meta["is_activation"] for node in used_later),
+        )
+        blocks.append(block)
     return blocks
 
 
@@ -165,14 +168,7 @@ def constants(net: nn.Module, blocks: Collection[str]) -> dict[str, Any]:
         f"{name}.{key}": value
         for name, module in net.named_modules()
         if not f"{name}.".startswith(inside)  # the network, or a module that holds blocks
-        for key, value in _attributes(module).items()
+        # A class may have the default of a number.
+        for key, value in ChainMap(vars(module), *(dict(vars(cls)) for cls in type(module).__mro__)).items()
         if isinstance(value, int | float | str) and key != "training"
     }
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module, and those that it has from its classes, such as the default of a number."""
-    attributes: dict[str, Any] = {}
-    for cls in reversed(type(module).__mro__):
-        attributes |= vars(cls)
-    return attributes | vars(module)

@@ -10,9 +10,8 @@ Qi et al., "Zero bubble pipeline parallelism" (2023).
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any, ClassVar, cast
 
 import lightning as L
@@ -34,18 +33,18 @@ from onecurve.parallel.pipeline.schedules import SCHEDULES, build_schedule
 from onecurve.parallel.pipeline.split import cut, format_table
 from onecurve.parallel.pipeline.stage import (
     Stage,
-    build_stage,
+    build_stages,
     called_modules,
     join_samples,
+    micro_batch,
     remove_other_stages,
     shard_stage,
     split_samples,
     stage_inputs,
-    stage_shapes,
+    values_sent,
 )
 from onecurve.parallel.pipeline.virtual_ranks import StageRanks
 from onecurve.parallel.sharded_state import ShardedStateStrategy
-from onecurve.patches.torch import tree_map_only
 from onecurve.random.dropout import dropouts
 from onecurve.random.random_functions import sample_random
 
@@ -66,10 +65,7 @@ class Pipeline(ShardedStateStrategy):
     """
 
     virtual_ranks: ClassVar = StageRanks
-    module_needs: ClassVar = {
-        "net": "the network to split",
-        "loss": "which maps outputs and a batch to the mean loss",
-    }
+    module_needs: ClassVar = {"net": "the network to split", "loss": "which maps outputs and a batch to the mean loss"}
 
     def __init__(
         self,
@@ -90,10 +86,9 @@ class Pipeline(ShardedStateStrategy):
         self._torch_schedule: Any = None  # set when the network is split
         self.own_stages: dict[int, Stage] = {}  # the stages of this rank by their number
         self._parameters: list[nn.Parameter] = []  # the parameters of these stages
-        self._batch: Any = None  # the current training batch, whose tensors are (microbatches, n, ...)
-        self._input_shape = torch.Size()  # of a sample, as the network gets it
-        self._sent: list[list[Tensor]] = []  # meta tensors like the outputs of each stage
-        self._micro_batch: Callable[[int], Any]  # of the schedule that runs, for `loss`
+        self._batch: list[Any] | None = None  # the micro-batches of the current training batch
+        self._sent: list[list[Tensor]] = []  # meta tensors like the inputs of the network and the outputs of each stage
+        self._micro_batches: Sequence[Any] = ()  # of the schedule that runs, for `loss`
         self._divisor = 1  # of their losses
         # Those of the network in the pass of a virtual rank, until it is called.
         self.outputs: list[Tensor] | None = None
@@ -158,20 +153,9 @@ class Pipeline(ShardedStateStrategy):
         blocks, stages = self._cut(module)
         self._random_calls = sum(stage.calls for stage in stages)
         self._draws = self._random_calls > 0 or bool(dropouts(net))
-        ranks = enumerate(self._stage_to_rank)
-        self.own_stages = {number: stages[number] for number, rank in ranks if rank == self._pipeline_rank}
-        remove_other_stages(net, blocks, self.own_stages)
-        self._called = called_modules(block for part in blocks for block in part)
-        self._constants = constants(net, self._called)
-        if self._is_sharded:
-            for stage in self.own_stages.values():
-                shard_stage(net, stage, self._replicas)
-        shapes = stage_shapes(blocks)
-        self._input_shape, self._sent = shapes[0][0].shape[1:], shapes[1:]
-        built = [
-            build_stage(stage, number, shapes, self._group, self.root_device)
-            for number, stage in self.own_stages.items()
-        ]
+        self._keep_own_stages(net, blocks, stages)
+        self._sent = values_sent(blocks)
+        built = build_stages(self.own_stages, self._sent, self._group, self.root_device)
         self._torch_schedule = build_schedule(self.schedule, built, self.microbatches, self._loss)
         self._parameters = list(module.parameters())
         net.forward = self._forward
@@ -208,6 +192,16 @@ class Pipeline(ShardedStateStrategy):
             stage.calls_before = sum(before.calls for before in stages[:number])
         return blocks, stages
 
+    def _keep_own_stages(self, net: nn.Module, blocks: list[list[Block]], stages: list[Stage]) -> None:
+        ranks = enumerate(self._stage_to_rank)
+        self.own_stages = {number: stages[number] for number, rank in ranks if rank == self._pipeline_rank}
+        remove_other_stages(net, blocks, self.own_stages)
+        self._called = called_modules(block for part in blocks for block in part)
+        self._constants = constants(net, self._called)
+        if self._is_sharded:
+            for stage in self.own_stages.values():
+                shard_stage(net, stage, self._replicas)
+
     def _example(self, module: L.LightningModule) -> tuple[Tensor, Any]:
         """Return a micro-batch of the inputs of the network, and of the data."""
         data = cast(Any, module.trainer).datamodule
@@ -216,8 +210,8 @@ class Pipeline(ShardedStateStrategy):
         batch = self.precision_plugin.convert_input(data.example_batch(count))
         batch = data.transfer_batch_to_device(data.on_before_batch_transfer(batch, 0), self.root_device, 0)
         batch = data.on_after_batch_transfer(batch, 0)
-        inputs = split_samples(input_of_network(module, batch), parts)[0].contiguous()
-        return inputs, tree_map_only(Tensor, lambda values: split_samples(values, parts)[0], batch)
+        inputs = micro_batch(input_of_network(module, batch), 0, parts).contiguous()
+        return inputs, micro_batch(batch, 0, parts)
 
     def _log_stages(self, stages: list[list[Block]]) -> None:
         bubble = self.spec.bubble(self.device_mesh["pipeline"].size(), self.microbatches)
@@ -227,13 +221,13 @@ class Pipeline(ShardedStateStrategy):
     def _loss(self, outputs: tuple[Tensor], number: Tensor) -> Tensor:
         """Return the loss of micro-batch `number`, a CPU tensor because the schedule splits a tensor of targets."""
         with computation():
-            loss = cast(Any, self.lightning_module).loss(outputs[0], self._micro_batch(int(number)))
+            loss = cast(Any, self.lightning_module).loss(outputs[0], self._micro_batches[int(number)])
         return loss if self._divisor == 1 else loss / self._divisor
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if self.outputs is not None:  # of a virtual rank, whose passes the schedule has computed
             return super().training_step(batch, *args, **kwargs)
-        self._batch = tree_map_only(Tensor, lambda values: split_samples(values, self.microbatches), batch)
+        self._batch = [micro_batch(batch, number, self.microbatches) for number in range(self.microbatches)]
         self._losses = None
         try:
             result = super().training_step(batch, *args, **kwargs)
@@ -250,14 +244,9 @@ class Pipeline(ShardedStateStrategy):
         if self._has_compared:
             return
         self._has_compared = True
-        losses = [part.detach() for part in self._losses or [loss]]  # the last stage's rank has those of the schedule
-        eps = max(torch.finfo(part.dtype).eps for part in (loss, *losses))
-        row = torch.stack([loss, torch.stack(losses).sum(), torch.tensor(eps, device=loss.device)]).double()
-        rows = [torch.empty_like(row) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(rows, row, group=self._group)
-        table = torch.stack(rows)  # (ranks, 3)
-        returned, trained = table[:, 0], table[self._stage_to_rank[-1], 1]
-        tolerance = float(table[:, 2].max()) ** 0.75  # of a few sums; ranks differ if it reads a rank's weights
+        losses = self._losses or [loss]  # the last stage's rank has those of the schedule
+        returned, sums, tolerance = _gather_losses(loss, losses, self._group)
+        trained = sums[self._stage_to_rank[-1]]
         if not torch.allclose(returned, trained, rtol=tolerance, atol=tolerance / 10, equal_nan=True):
             name = type(self.lightning_module).__name__
             raise UserError(
@@ -275,38 +264,35 @@ class Pipeline(ShardedStateStrategy):
                 "see: register it as a buffer and change that in place, or use strategy=ddp or fsdp"
             )
 
-    def _train_batch(self, inputs: Tensor) -> Tensor:
-        """Train the current batch from the inputs of the network; return its (samples, ...) outputs on every rank."""
+    def _train_batch(self, batch: Sequence[Any], inputs: Tensor) -> Tensor:
+        """Train a batch from the inputs of the network; return its (samples, ...) outputs on every rank."""
         if self._losses is not None:
             raise self._called_twice()
-        keys, seed = sample_random.keys if self._draws else None, sample_random.call_seed
-        # A Batch has weights, whose sum over the micro-batches is 1.
-        divisor = 1 if isinstance(self._batch, Batch) else self.microbatches
-        in_order = split_samples(inputs, self.microbatches).flatten(0, 1)
-        of_micro_batches = None if keys is None else split_samples(keys, self.microbatches).contiguous()
-        batch = self._batch
+        keys = sample_random.keys if self._draws else None
+        count, seed = len(batch), sample_random.call_seed
         outputs = self.run_schedule(
-            in_order, lambda number: tree_map_only(Tensor, itemgetter(number), batch), divisor, of_micro_batches
+            split_samples(inputs, count).flatten(0, 1),
+            batch,
+            divisor=1 if isinstance(batch[0], Batch) else count,  # a Batch has weights, whose sum over all is 1
+            keys=None if keys is None else split_samples(keys, count).contiguous(),
         )
         if keys is not None:
             sample_random.begin_micro_batch(keys, seed + self._random_calls)
-        return join_samples(outputs, self.microbatches)
+        return join_samples(outputs, count)
 
-    def run_schedule(
-        self, inputs: Tensor, micro_batch: Callable[[int], Any], divisor: int, keys: Tensor | None
-    ) -> Tensor:
+    def run_schedule(self, inputs: Tensor, micro_batches: Sequence[Any], divisor: int, keys: Tensor | None) -> Tensor:
         """Run the forward and the backward passes of all micro-batches; return their outputs on every rank.
 
         `_gradients` gets the gradients; those of the parameters stay as they were, until Lightning resets them.
 
         Args:
             inputs: those of the network, one micro-batch after the other, as are the outputs.
-            micro_batch: maps the number of a micro-batch to what `loss` takes.
+            micro_batches: what `loss` takes.
             divisor: divides the losses.
             keys: (micro-batches, n) keys of the samples' random numbers; None if the network draws none.
         """
         self._check_constants()
-        self._losses, self._micro_batch, self._divisor = [], micro_batch, divisor
+        self._losses, self._micro_batches, self._divisor = [], micro_batches, divisor
         before = [weight.grad for weight in self._parameters]
         for weight in self._parameters:
             weight.grad = None
@@ -319,7 +305,7 @@ class Pipeline(ShardedStateStrategy):
         for weight, gradient in zip(self._parameters, before, strict=True):
             weight.grad = gradient
         own = () if outputs is None else (outputs[0].detach().contiguous(),)
-        return self._broadcast(-1, own, len(inputs))[0]
+        return self._broadcast(len(self._stage_to_rank) - 1, own, len(inputs))[0]
 
     def _called_twice(self) -> UserError:
         return UserError(
@@ -341,10 +327,11 @@ class Pipeline(ShardedStateStrategy):
 
     def _broadcast(self, number: int, own: tuple[Tensor, ...], samples: int) -> tuple[Tensor, ...]:
         """Return the outputs of a stage for some samples on every rank; `own` has them on the rank of the stage."""
-        empty = (torch.empty(samples, *x.shape[1:], dtype=x.dtype, device=self.root_device) for x in self._sent[number])
-        values = own or tuple(empty)
+        rank = self._stage_to_rank[number]
+        likes = [] if own else self._sent[number + 1]
+        values = own or tuple(torch.empty(samples, *x.shape[1:], dtype=x.dtype, device=self.root_device) for x in likes)
         for value in values:
-            dist.broadcast(value, group=self._group, group_src=self._stage_to_rank[number])
+            dist.broadcast(value, group=self._group, group_src=rank)
         return values
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -364,9 +351,10 @@ class Pipeline(ShardedStateStrategy):
 
     def _forward(self, inputs: Tensor) -> Tensor:
         """Return the outputs of the network: those of the schedule in training, otherwise those of `_run_stages`."""
-        if inputs.shape[1:] != self._input_shape:
+        shape = self._sent[0][0].shape[1:]
+        if inputs.shape[1:] != shape:
             raise UserError(
-                f"strategy=pipeline: the network was cut for samples of shape {list(self._input_shape)}, and gets "
+                f"strategy=pipeline: the network was cut for samples of shape {list(shape)}, and gets "
                 f"{list(inputs.shape[1:])}: pad all samples to one shape, or use strategy=ddp or fsdp"
             )
         if self.outputs is not None:
@@ -378,7 +366,7 @@ class Pipeline(ShardedStateStrategy):
         if self._batch is None:
             return self._run_stages(inputs)
         with communication():  # between the passes a rank waits
-            return self._train_batch(inputs)
+            return self._train_batch(self._batch, inputs)
 
     @property
     def owns_state(self) -> bool:
@@ -390,3 +378,14 @@ class Pipeline(ShardedStateStrategy):
         parts: list[Any] | None = [None] * dist.get_world_size(self._group) if self._pipeline_rank == 0 else None
         dist.gather_object(own, parts, group=self._group, group_dst=0)
         return parts or []
+
+
+def _gather_losses(returned: Tensor, parts: Sequence[Tensor], group: Any) -> tuple[Tensor, Tensor, float]:
+    """Return the losses and the sums of their parts, (ranks,), and the relative tolerance of their comparison."""
+    losses = [part.detach() for part in parts]
+    eps = max(torch.finfo(part.dtype).eps for part in (returned, *losses))
+    row = torch.stack([returned, torch.stack(losses).sum(), torch.tensor(eps, device=returned.device)]).double()
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, row, group=group)
+    of_ranks, sums, precisions = torch.stack(rows).unbind(1)
+    return of_ranks, sums, float(precisions.max()) ** 0.75  # of a few sums; ranks differ if it reads a rank's weights

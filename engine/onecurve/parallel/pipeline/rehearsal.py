@@ -62,14 +62,9 @@ def input_of_network(module: Any, batch: Any, batch_idx: int = 0) -> Tensor:
 def check_stages(
     net: nn.Module, stages: Sequence[Stage], inputs: Tensor, loss: Callable[[Tensor], Tensor], schedule: str
 ) -> None:
-    """Check that the stages can be run, with the outputs, gradients and buffers of the network.
+    """Check that all stages of the network train as it does for a micro-batch of inputs; its gradients are deleted.
 
-    Args:
-        net: the full network, whose gradients are deleted.
-        stages: all its stages.
-        inputs: a micro-batch of inputs.
-        loss: maps its outputs to the loss.
-        schedule: key of `SCHEDULES`.
+    Equal are the outputs, gradients and buffers, and `schedule`, a key of `SCHEDULES`, supports the stages.
     """
     splits_backward = SCHEDULES[schedule].splits_backward
     expected = _observe(net, len(inputs), lambda: _train_network(net, inputs.clone(), loss))
@@ -81,18 +76,21 @@ def check_stages(
             f"strategy.schedule={schedule} cannot train the blocks of `model` ({cause}): take "
             "strategy.schedule=interleaved_1f1b or 1f1b, or strategy=ddp"
         ) from error
-    precision = torch.finfo(expected["outputs"].dtype).eps ** 0.5
     buffers = dict(net.named_buffers())  # a mask may have infinite values
-    smallest = precision * max(_norm(value) for name, value in expected.items() if name not in buffers)
-    for name, one in expected.items():
-        other = found[name]
-        tolerance = precision * (_norm(one) + smallest)
-        if not (torch.equal(one, other) or _norm(one.double() - other.double()) <= tolerance):
+    largest = max(_norm(value) for name, value in expected.items() if name not in buffers)
+    for name, value in expected.items():
+        if not _is_near(found[name], value, largest, torch.finfo(expected["outputs"].dtype).eps ** 0.5):
             raise UserError(
                 f"the stages of `model` do not train like the network: {name} is another, as with torch.no_grad() or "
                 "an autograd.Function outside of the blocks, or a loss that reads weights. Move it into a block, or "
                 "use strategy=ddp or fsdp"
             )
+
+
+def _is_near(found: Tensor, expected: Tensor, largest: float, precision: float) -> bool:
+    """Return whether two tensors differ by rounding only; near zero, relative to the `largest` norm of all tensors."""
+    tolerance = precision * (_norm(expected) + precision * largest)
+    return torch.equal(found, expected) or _norm(found.double() - expected.double()) <= tolerance
 
 
 def _norm(value: Tensor) -> float:

@@ -56,14 +56,10 @@ SCHEDULES = {
 def build_schedule(
     name: str, stages: list[PipelineStage], microbatches: int, loss: Callable[[Any, Tensor], Tensor] | None
 ) -> Any:
-    """Build torch's schedule for the stages of this rank.
+    """Build torch's schedule, a key of `SCHEDULES`, for the stages of this rank.
 
-    Args:
-        name: key of `SCHEDULES`.
-        stages: the stages of this rank.
-        microbatches: micro-batches per batch.
-        loss: maps a tuple of the outputs, and a target, to a weighted sum over samples. The gradients of the
-            micro-batches therefore add up without scaling. None if the schedule is not executed.
+    `loss` maps a tuple of the outputs, and a target, to a weighted sum over samples, so that the gradients of the
+    micro-batches add up without scaling. It is None if the schedule is not executed.
     """
     spec = SCHEDULES[name]
     stage_or_stages: Any = stages[0] if spec.stages_per_rank == 1 else stages

@@ -10,16 +10,9 @@ from onecurve.parallel.pipeline.blocks import Block
 
 
 def cut(blocks: Sequence[Block], stages: int, split: str | Sequence[str]) -> list[list[Block]]:
-    """Return the blocks of each stage.
+    """Return the blocks of each stage; raise a UserError if the network has no such cuts.
 
-    Args:
-        blocks: all blocks of the network, in order.
-        stages: number of stages.
-        split: `auto`, which minimizes the FLOPs of the largest stage; or the names of the blocks before which to cut.
-
-    Raises:
-        UserError: if there are more stages than blocks with parameters, a block does not exist, the number of cuts is
-            wrong, a stage has no parameters, would send anything but activations, or shares parameters with another.
+    `split` is `auto`, which minimizes the FLOPs of the largest stage, or the names of the blocks before which to cut.
     """
     trained = sum(block.is_trained for block in blocks)
     if stages > trained:

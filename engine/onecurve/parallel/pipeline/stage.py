@@ -3,7 +3,7 @@
 Sample i of a batch belongs to micro-batch i % microbatches (`onecurve/data/layout.py`).
 """
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from onecurve.observe.recording import pipeline_pass
 from onecurve.parallel.pipeline.blocks import Block
 from onecurve.parallel.sharded_state import prepare_to_shard
 from onecurve.parallel.virtual_ranks import PassSums
+from onecurve.patches.torch import tree_map_only
 from onecurve.random.dropout import dropouts, set_keys
 from onecurve.random.random_functions import sample_random
 
@@ -32,13 +33,13 @@ def join_samples(values: Tensor, microbatches: int) -> Tensor:
     return values.unflatten(0, (microbatches, -1)).transpose(0, 1).flatten(0, 1)
 
 
+def micro_batch(batch: Any, number: int, microbatches: int) -> Any:
+    """Return one micro-batch of a batch."""
+    return tree_map_only(Tensor, lambda values: split_samples(values, microbatches)[number], batch)
+
+
 class Stage(nn.Module):
     """Consecutive blocks, whose outputs are contiguous, since no others can be sent.
-
-    Args:
-        net: the full network.
-        blocks: the blocks in order.
-        inputs: nodes whose values are the inputs of the stage.
 
     Attributes:
         calls: calls of random functions in the last forward pass.
@@ -62,17 +63,6 @@ class Stage(nn.Module):
         # Of each value as it left the last stage's layers: channels last is lost when it is sent.
         self._formats = [memory_format_of(node.meta["value"]) for node in inputs]
 
-    def begin_forward(self, number: int) -> None:
-        """Begin the forward pass of a micro-batch."""
-        self.begin_micro_batch(number)
-        if self.pass_sums:
-            self.pass_sums.begin_forward()
-
-    def end_forward(self, number: int) -> None:
-        """End the forward pass of a micro-batch."""
-        if self.pass_sums:
-            self.pass_sums.end_forward(self.first_virtual_rank + number)
-
     def end_backward(self, number: int) -> None:
         """End the backward pass of a micro-batch, when it has the gradients of the weights."""
         if self.pass_sums:
@@ -94,14 +84,7 @@ class Stage(nn.Module):
 
 
 def extract_graph(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
-    """Return the graph of some consecutive nodes.
-
-    Args:
-        nodes: the nodes, in order.
-        inputs: earlier nodes, whose values are the arguments.
-        outputs: nodes whose values are returned. An input among them is copied, because a schedule detaches what a
-            stage returns in place.
-    """
+    """Return the graph of some consecutive nodes, from the values of earlier nodes to those of `outputs`."""
     graph = fx.Graph()
     copies = {node: graph.placeholder(node.name) for node in inputs}
 
@@ -110,10 +93,14 @@ def extract_graph(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: 
             copies[node] = graph.node_copy(node, copy)  # and, before it, a parameter of the network itself
         return copies[node]
 
+    def returned(node: fx.Node) -> fx.Node:
+        # An input is cloned, because a schedule detaches in place what a stage returns.
+        return graph.call_method("clone", (copies[node],)) if node in inputs else copies[node]
+
     for node in nodes:
         if node.op != "get_attr":
             copy(node)
-    graph.output(tuple(graph.call_method("clone", (copies[x],)) if x in inputs else copies[x] for x in outputs))
+    graph.output(tuple(map(returned, outputs)))
     return graph
 
 
@@ -136,28 +123,21 @@ class _Transit(torch.autograd.Function):
 
 
 def remove_other_stages(net: nn.Module, stages: Sequence[Sequence[Block]], own: Container[int]) -> None:
-    """Remove the blocks and the parameters of the stages of other ranks from the network, in place.
-
-    Args:
-        net: the full network.
-        stages: the blocks of each stage.
-        own: the numbers of the stages of this rank.
-    """
+    """Remove the blocks and the parameters of all stages but the `own` ones from the network, in place."""
     kept = [block for number, blocks in enumerate(stages) if number in own for block in blocks]
     others = [block for number, blocks in enumerate(stages) if number not in own for block in blocks]
     # A module or a parameter may have several names.
     own_modules = {net.get_submodule(name) for name in called_modules(kept)}
     removed = {net.get_submodule(name) for name in called_modules(others)} - own_modules
-    own_parameters = {id(parameter) for block in kept for parameter in block.parameters.values()}
-    of_others = {id(parameter) for block in others for parameter in block.parameters.values()} - own_parameters
-    paths = [path for path, module in net.named_modules(remove_duplicate=False) if module in removed]
-    places = [(net.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in paths]
-    parents = [*net.modules()]
-    for parent, name in places:
-        setattr(parent, name, nn.Identity())
+    own_parameters = {parameter for block in kept for parameter in block.parameters.values()}
+    of_others = {parameter for block in others for parameter in block.parameters.values()} - own_parameters
+    parents = list(net.modules())
+    for path, module in reversed(list(net.named_modules(remove_duplicate=False))):  # from the inside out
+        if module in removed:
+            net.set_submodule(path, nn.Identity())
     for parent in parents:
-        for name, parameter in [*parent.named_parameters(recurse=False, remove_duplicate=False)]:
-            if id(parameter) in of_others:
+        for name, parameter in list(parent.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter in of_others:
                 delattr(parent, name)
 
 
@@ -182,19 +162,24 @@ def stage_inputs(stages: Sequence[Sequence[Block]], number: int) -> list[fx.Node
     return [next(iter(stages[0][0].nodes[0].graph.nodes))]
 
 
-def stage_shapes(stages: Sequence[Sequence[Block]]) -> list[list[Tensor]]:
-    """Return meta tensors like the inputs of each stage, and the output of the last, as they are sent."""
+def values_sent(stages: Sequence[Sequence[Block]]) -> list[list[Tensor]]:
+    """Return meta tensors like the inputs of the first stage, and the outputs of each stage, as they are sent."""
     sent = [stage_inputs(stages, 0), *(blocks[-1].outputs for blocks in stages)]
     return [[node.meta["value"].contiguous() for node in nodes] for nodes in sent]
 
 
-def build_stage(
-    stage: Stage, number: int, shapes: Sequence[Sequence[Tensor]], group: dist.ProcessGroup | None, device: torch.device
-) -> PipelineStage:
-    """Build torch's stage with the known `stage_shapes`; inference would update the batch statistics once more."""
-    received = tuple(like.detach().requires_grad_(number > 0) for like in shapes[number])  # images need no gradient
-    sent = tuple(like.detach().requires_grad_() for like in shapes[number + 1])
-    return RecordedStage(stage, number, len(shapes) - 1, device, input_args=received, output_args=sent, group=group)
+def build_stages(
+    stages: Mapping[int, Stage], values: Sequence[Sequence[Tensor]], group: dist.ProcessGroup, device: torch.device
+) -> list[PipelineStage]:
+    """Build torch's stages with the known `values_sent`; inference would update the batch statistics once more."""
+    built: list[PipelineStage] = []
+    for number, stage in stages.items():
+        received = tuple(like.detach().requires_grad_(number > 0) for like in values[number])  # images need no gradient
+        sent = tuple(like.detach().requires_grad_() for like in values[number + 1])
+        built.append(
+            RecordedStage(stage, number, len(values) - 1, device, input_args=received, output_args=sent, group=group)
+        )
+    return built
 
 
 class RecordedStage(PipelineStage):
@@ -203,10 +188,14 @@ class RecordedStage(PipelineStage):
     submod: Any
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.submod.begin_forward(fwd_chunk_id)
+        self.submod.begin_micro_batch(fwd_chunk_id)
+        sums = self.submod.pass_sums
+        if sums:
+            sums.begin_forward()
         with pipeline_pass(self.stage_index, fwd_chunk_id, "F"):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self.submod.end_forward(fwd_chunk_id)
+        if sums:
+            sums.end_forward(self.submod.first_virtual_rank + fwd_chunk_id)
         return output
 
     def backward_one_chunk(

@@ -39,21 +39,17 @@ class StageRanks(VirtualRanks):
             torch.default_generator.manual_seed(sample_random.call_seed)
             sample_random.begin(lambda: keys[0], keys[0].device, is_divided=True)
             with communication():  # between the passes a rank waits
-                outputs = strategy.run_schedule(
-                    torch.cat(inputs), lambda number: parts[number].batch, self.count, torch.stack(keys)
-                )
+                batches = [part.batch for part in parts]
+                outputs = strategy.run_schedule(torch.cat(inputs), batches, self.count, torch.stack(keys))
             sample_random.check()
         self._outputs = dict(zip(self.own, outputs.chunk(len(self.own)), strict=True))
 
     @contextmanager
     def one_pass(self, number: int) -> Iterator[None]:
-        strategy, outside = self.trainer.strategy, self.sums[-1]
-        strategy.outputs = [self._outputs[number]]
-        outside.begin_forward()
-        yield
-        outside.end_forward(number)
-        outside.end_backward(number)
-        strategy.outputs = None
+        self.trainer.strategy.outputs = [self._outputs[number]]
+        with super().one_pass(number):  # of the modules outside of the network
+            yield
+        self.trainer.strategy.outputs = None
 
     def finish(self, rows: Tensor) -> Tensor:
         self.trainer.strategy.compare_loss(rows[:, 0].sum() / self.count)
