@@ -38,6 +38,7 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
     Lists and dictionaries get their elements back; what other objects hold is not restored. A buffer keeps its shape.
     """
     attributes = [(part, {name: _copy(value) for name, value in _attributes(part).items()}) for part in modules]
+    buffers = [(part, _buffers_of(part), set(dir(part))) for part, _ in attributes]
     tensors = []
     for part, _ in attributes:
         frozen = [weight for weight in part.parameters(recurse=False) if not weight.requires_grad]
@@ -50,9 +51,26 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
                 vars(part).pop(name)
             for name, value in before.items():
                 _restore(part, name, value)
+        for part, before, names in buffers:
+            _restore_buffers(part, before, names)
         with torch.no_grad():
             for tensor, values in tensors:
                 tensor.copy_(values)
+
+
+def _buffers_of(part: nn.Module) -> dict[str, Tensor]:
+    return dict(part.named_buffers(recurse=False, remove_duplicate=False))
+
+
+def _restore_buffers(part: nn.Module, before: dict[str, Tensor], names: set[str]) -> None:
+    """Give a module its own buffers back, whose values may have changed; it had these `names` of attributes before."""
+    for name in _buffers_of(part).keys() - before.keys():
+        if name in names:  # it was None
+            setattr(part, name, None)
+        else:
+            delattr(part, name)
+    for name, buffer in before.items():
+        setattr(part, name, buffer)
 
 
 def _attributes(part: nn.Module) -> dict[str, Any]:

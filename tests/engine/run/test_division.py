@@ -167,6 +167,10 @@ def test_a_module_without_a_loss_in_evaluation_mode_is_not_checked(folder: Path)
 def test_modules_are_as_before() -> None:
     net: Any = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2).requires_grad_(False))
     net.numbers, net.table, net.last = [1], {"a": 1}, torch.ones(2)
+    net.register_buffer("steps", torch.zeros(()))
+    net.register_buffer("same", net.steps)
+    net.register_buffer("later", None)
+    steps = net.steps
     held, before = net.numbers, {name: value.clone() for name, value in net.state_dict().items()}
     with unchanged(net.modules()):
         net(torch.randn(3, 2))
@@ -175,10 +179,35 @@ def test_modules_are_as_before() -> None:
         net.table["b"] = 2
         net.last.zero_()
         net.new = 1
+        net.steps, net.later = net.steps + 1, net.steps + 2
+        net.register_buffer("made", torch.ones(()))
+    assert net.steps is net.same is steps
+    assert net.later is None
+    assert not hasattr(net, "made")
     assert (net.numbers, net.table, net.last.tolist()) == ([1], {"a": 1}, [1, 1])
     assert net.numbers is held
     assert not hasattr(net, "new")
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+class CountsItsSteps(Vectors):
+    """Assigns a new tensor as a buffer in each step."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps = self.steps + 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_buffer_that_is_assigned_anew_counts_no_pass_of_the_check(pool: Pool, folder: Path) -> None:
+    words = [*OWN, f"+module._target_={__name__}.CountsItsSteps"]
+    alone = fit(compose(folder / "alone", *words)).final["steps"]
+    assert [rank.final["steps"] for rank in fit_ranks(compose(folder, *words, *DIVIDED[0]), pool)] == [alone, alone]
 
 
 class Evaluates(Vectors):
