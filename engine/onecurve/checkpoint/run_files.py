@@ -1,10 +1,7 @@
-"""The checkpoints in a run folder: their names, and which one a run continues."""
+"""The names of the checkpoints in a run folder."""
 
-import sys
 from pathlib import Path
 from signal import Signals
-
-from onecurve.errors import UserError
 
 CHECKPOINTS = "checkpoints"
 LAST, PREVIOUS = "last.ckpt", "previous.ckpt"  # the latest state, and the one it replaced
@@ -22,30 +19,3 @@ def checkpoint_file(path: Path) -> Path:
     """Return the absolute path of a checkpoint: the latest one of a run folder, or the file itself."""
     path = path.expanduser().absolute()
     return path / CHECKPOINTS / LAST if path.is_dir() else path
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint in a run folder, if any; warn of each corrupt one."""
-    for file in sorted((folder / CHECKPOINTS).glob("*.ckpt"), key=_recency_key):
-        from onecurve.checkpoint.io import check_is_complete  # late, since it imports Lightning
-
-        try:
-            check_is_complete(file)
-            return file
-        except UserError as error:
-            print(f"warning: {error}; looking for the one before it", file=sys.stderr)
-    return None
-
-
-def _recency_key(file: Path) -> tuple[bool, bool, int]:
-    """Return the sort key that puts the newest checkpoint first.
-
-    The names come before the modification time, because copying a folder may reset the time.
-    """
-    return file.name != LAST, file.name != PREVIOUS, -file.stat().st_mtime_ns
-
-
-def remove_partial_checkpoints(folder: Path) -> None:
-    """Delete the temporary files of a save that was killed. No process may be saving a checkpoint meanwhile."""
-    for file in (folder / CHECKPOINTS).glob(".*.part"):
-        file.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from onecurve.checkpoint.run_files import newest_checkpoint
+from onecurve.checkpoint.newest import newest_checkpoint
 from onecurve.config.jobs import Job, identity, read_jobs
 from onecurve.errors import UserError
 from onecurve.process.ranks import started_rank

@@ -16,7 +16,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
-from onecurve.checkpoint.run_files import checkpoint_file, newest_checkpoint, remove_partial_checkpoints
+from onecurve.checkpoint.newest import newest_checkpoint, remove_partial_checkpoints
+from onecurve.checkpoint.run_files import checkpoint_file
 from onecurve.config.folder import CONF, CONFIG, PROJECT, RECIPES, folder_of, saved_config
 from onecurve.errors import UserError, as_typed, nearest_options
 from onecurve.identity.option_kinds import flatten_config

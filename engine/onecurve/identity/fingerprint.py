@@ -59,7 +59,8 @@ def describe_experiment(config: DictConfig, data: Any) -> Experiment:
     targets += [node["_target_"] for _, node in target_nodes(list(options.values()))]
     code = code_version(targets)
     options |= {"data.batch_size": data.global_batch_size, _DATA: _training_facts(data.training_samples)}
-    # Each rank computes something of its own with these: statistics, weights between two averages, a part of the batch.
+    # Each rank computes something of its own with these: statistics, weights between two averages, or a part of the
+    # batch under `strategy=dp`, the only class of a strategy that belongs to the experiment (`EXPERIMENT_VALUES`).
     is_local = options.get("strategy.comm_hook") == "post_local_sgd" or "strategy._target_" in options
     if is_local or not (config.trainer.sync_batchnorm or config.bit_exact):
         options["ranks x micro-batches"] = (

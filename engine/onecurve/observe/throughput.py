@@ -60,7 +60,7 @@ class Throughput(L.Callback):
         data: Any = trainer.datamodule
         if stage == "fit" and trainer.is_global_zero:
             self._peak_flops = self.peak_tflops * 1e12 if self.peak_tflops else peak_flops(trainer, pl_module)
-            if getattr(pl_module, "takes_batch", False) and hasattr(pl_module, "loss"):
+            if getattr(pl_module, "takes_batch", False) and hasattr(pl_module, "loss") and hasattr(pl_module, "net"):
                 sample_flops = flops_per_sample(pl_module.net, data.input_shape)
                 self._step_flops = sample_flops * data.global_batch_size if sample_flops else None
 

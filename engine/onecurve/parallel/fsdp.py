@@ -96,7 +96,7 @@ class FSDP(ShardedStateStrategy):
                 "bit_exact=true: FSDP adds gradients within a round in half precision, and rounds in full: set "
                 "strategy.reduce_dtype=float32"
             )
-        if str(self.precision_plugin.precision).endswith(("bf16-true", "16-true")):
+        if str(self.precision_plugin.precision).endswith("16-true"):
             raise UserError(
                 f"bit_exact=true: trainer.precision={self.precision_plugin.precision} has other bits under "
                 "strategy=fsdp than under others: take strategy=ddp, or trainer.precision=bf16-mixed"

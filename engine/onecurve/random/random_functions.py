@@ -291,7 +291,9 @@ class RandomNumbers(L.Callback):
 
     def _begin_batch(self, trainer: L.Trainer, number: int) -> None:
         data: Any = trainer.datamodule
-        is_divided = not data.bit_exact and data.parallel.dp_size * data.parallel.num_microbatches * data.accumulate > 1
+        # Also between the micro-batches of a pipeline, each of which its schedule gives to the network by itself.
+        parts = data.division.sharing * data.parallel.num_microbatches
+        is_divided = not data.bit_exact and parts > 1
         self._begin(trainer, self._seed(_epoch(trainer), number), is_divided)
 
     def _begin(self, trainer: L.Trainer, seed: int, is_divided: bool, shift: int = 0) -> None:

@@ -71,11 +71,6 @@ def check_callbacks_are_possible(callbacks: dict[str, L.Callback]) -> None:
         )
 
 
-def acts_after_validation(callback: Any) -> bool:
-    """Return whether EarlyStopping or ModelCheckpoint is set to act there only, whatever metric it monitors."""
-    return any(getattr(callback, f"_{act}_on_train_epoch_end", None) is False for act in ("check", "save"))
-
-
 def named(callbacks: Any) -> dict[str, L.Callback]:
     """Return the callbacks by name; those of a list have the names of their classes."""
     if isinstance(callbacks, Mapping):

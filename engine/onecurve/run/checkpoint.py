@@ -10,7 +10,8 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from onecurve.checkpoint.io import read_checkpoint
-from onecurve.checkpoint.run_files import CHECKPOINTS, LAST, checkpoint_file, newest_checkpoint
+from onecurve.checkpoint.newest import newest_checkpoint
+from onecurve.checkpoint.run_files import CHECKPOINTS, LAST, checkpoint_file
 from onecurve.errors import UserError
 from onecurve.observe.steps import RankConsensus, trained_steps
 

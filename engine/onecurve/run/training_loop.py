@@ -16,7 +16,6 @@ from onecurve.parallel.gather import gather_objects
 from onecurve.parallel.norm_groups import NormGroups
 from onecurve.patches.lightning_loops import CheckpointConnector, leave_signals_alone, replace_parts
 from onecurve.random.dropout import use_sample_dropout
-from onecurve.run.arguments import acts_after_validation
 from onecurve.run.logged_values import LoggedValues, LogPoints
 from onecurve.run.metric_states import VirtualMetrics
 from onecurve.run.step import StepInParts
@@ -130,7 +129,7 @@ class MonitorCheck(L.Callback):
 
     def __init__(self, callbacks: dict[str, L.Callback]) -> None:
         self._monitors = {name: str(one.monitor) for name, one in callbacks.items() if getattr(one, "monitor", None)}
-        self._after_validation = {name for name in self._monitors if acts_after_validation(callbacks[name])}
+        self._after_validation = {name for name in self._monitors if _acts_after_validation(callbacks[name])}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         monitors = dict(self._monitors)
@@ -176,19 +175,25 @@ class MonitorCheck(L.Callback):
                 _log.warning("%s, or it follows rank zero's", problem)
 
 
+def _acts_after_validation(callback: Any) -> bool:
+    """Return whether EarlyStopping or ModelCheckpoint is set to act there only, whatever metric it monitors."""
+    return any(getattr(callback, f"_{act}_on_train_epoch_end", None) is False for act in ("check", "save"))
+
+
 class FiniteCheck(L.Callback):
     """Stops a run that has diverged.
 
-    The training loss is checked at every log point, where it is the same on every rank, so that all ranks stop
-    together. All weights are checked before a checkpoint is saved. If ranks hold different weights, one rank may stop
-    alone; the launcher then ends the others.
+    The training losses that it logs are checked at every log point. `train/loss`, and any that is logged with
+    `sync_dist=True`, is the same on every rank, so that all ranks stop together. All weights are checked before a
+    checkpoint is saved. If ranks hold different values, one rank may stop alone; the launcher then ends the others.
     """
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if is_log_point(trainer, trained_steps(trainer)):
-            loss = float(trainer.callback_metrics.get("train/loss", 0.0))
-            if not math.isfinite(loss):
-                raise _divergence(trainer, f"train/loss is {loss}")
+            for name, value in trainer.callback_metrics.items():
+                is_of_training = "loss" in name and "val" not in name and "test" not in name
+                if is_of_training and not math.isfinite(value):
+                    raise _divergence(trainer, f"{name} is {float(value)}")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let all ranks compute the metrics, which communicate, before rank zero's progress bar does."""

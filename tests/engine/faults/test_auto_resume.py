@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from onecurve.checkpoint.run_files import newest_checkpoint
+from onecurve.checkpoint.newest import newest_checkpoint
 from onecurve.config.folder import CONFIG, run_folder, unique_name
 from onecurve.records.events import read_events
 from tests.support.commands import PARITY, TINY, error_line, run_here, slurm_task, steps

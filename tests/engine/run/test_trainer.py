@@ -534,10 +534,10 @@ def test_kinds_of_errors(folder: Path) -> None:
     class Diverges(Boring):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = self.loss(self(batch)) * float("nan")
-            self.log("train/loss", loss)
+            self.log_dict({"val_loss": loss, "loss/train": loss})
             return loss
 
-    with pytest.raises(onecurve.DivergedUserError, match="train/loss is nan at step 1: training diverged"):
+    with pytest.raises(onecurve.DivergedUserError, match="loss/train is nan at step 1: training diverged"):
         trainer(folder).fit(Diverges(), loader())
     (folder / "weights.ckpt").write_text("no checkpoint")
     with pytest.raises(onecurve.CheckpointUserError, match="is not a complete checkpoint"):
