@@ -118,6 +118,7 @@ class Trainer(L.Trainer):
         if self._is_script:
             log_script(rank_zero_only.rank)
             shorten_user_errors(self, rank_zero_only.rank)
+        is_seeded = "PL_GLOBAL_SEED" in os.environ  # by lightning.seed_everything
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         virtual_ranks = (4 if bit_exact else 1) if virtual_ranks is None else virtual_ranks
         check_arguments(seed, virtual_ranks, bit_exact, kwargs)
@@ -134,6 +135,7 @@ class Trainer(L.Trainer):
             torch.set_num_threads(num_threads())
         with mock.patch.dict(os.environ):  # or a later trainer would take its variable for the user's seed
             L.seed_everything(seed, verbose=False)
+        self._state_before_module = None if is_seeded else torch.get_rng_state()
         accelerator, devices = resolve_devices(accelerator, devices)
         needs_determinism = bit_exact and accelerator != "cpu"
         is_double = kwargs.get("precision") == "64-true"  # Lightning accepts this name with some strategies only
@@ -318,6 +320,15 @@ class Trainer(L.Trainer):
                 raise KeyboardInterrupt from None
             raise
 
+    def _warn_of_early_module(self, module: L.LightningModule) -> None:
+        """Warn of weights that were drawn before this trainer seeded the generators, if none was drawn since."""
+        before, self._state_before_module = self._state_before_module, None
+        if before is not None and torch.equal(before, torch.get_rng_state()) and list(module.parameters()):
+            _log.warning(
+                "the module was built before the trainer, which seeds the generators, so each run begins with other "
+                "weights, unless you load them: build it after the trainer, or call lightning.seed_everything before"
+            )
+
     def order(self, plain: L.LightningDataModule) -> OrderedData:
         """Return the data of a run, in its order: the same object as long as the DataModule is the same."""
         if isinstance(plain, OrderedData):
@@ -359,6 +370,7 @@ class Trainer(L.Trainer):
         data = self.order(plain)
         self.prepare_module(module)
         if self._is_script:
+            self._warn_of_early_module(module)
             self._recorder.config = describe_script(self, module, data.plain, self._arguments, stage, ckpt_path)
         return data
 

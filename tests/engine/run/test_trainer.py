@@ -701,6 +701,27 @@ def test_the_seed_is_that_of_seed_everything(folder: Path) -> None:
     assert trainer(folder, seed=None).seed == 7
 
 
+@pytest.mark.parametrize(
+    ("is_early", "is_seeded", "is_named"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_names_a_module_that_was_built_before_the_trainer(
+    is_early: bool,
+    is_seeded: bool,
+    is_named: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    data = loader()
+    if is_seeded:
+        monkeypatch.setenv("PL_GLOBAL_SEED", "3")
+    module = Boring()
+    one = trainer(folder, seed=None)
+    one.fit(module if is_early else Boring(), data)
+    assert ("the module was built before the trainer" in caplog.text) == is_named
+
+
 def test_the_seed_of_one_trainer_is_not_that_of_the_next(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     trainer(folder, seed=7)
