@@ -115,7 +115,7 @@ class Strategy(Protocol):
         module_needs: attributes that a module must have, each with what it is.
         data_parallel: `fsdp` if it shards weights beside another division.
         shard_optimizer: whether it divides the state of the optimizer.
-        virtual_ranks: the class that computes virtual ranks one by one.
+        virtual_rank_passes: the class that computes virtual ranks one by one.
         plan: name of the class that plans a step for `plan=true`, such as `onecurve.extras.plan.strategies.Replicas`.
     """
 
@@ -124,7 +124,7 @@ class Strategy(Protocol):
     module_needs: ClassVar[dict[str, str]]
     data_parallel: str
     shard_optimizer: bool
-    virtual_ranks: ClassVar[type]
+    virtual_rank_passes: ClassVar[type]
     plan: ClassVar[str]
 
     def check_world_size(self, world_size: int) -> None:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from onecurve.checkpoint.optimizer_state import add_saved_groups, name_parameters, shard
 from onecurve.errors import UserError
-from onecurve.patches.lightning_loops import set_steps_of_loggers
+from onecurve.patches.lightning_loops import set_progress, set_steps_of_loggers
 
 
 class ExactResumption(L.Callback):
@@ -50,9 +50,7 @@ class ExactResumption(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make the test log at the last step and epoch, also if training stopped early or did not run."""
-        position = self._position(trainer)
-        set_steps_of_loggers(trainer, position["steps"])
-        trainer.fit_loop.epoch_progress.current.completed = position["epoch"] + (position["epoch_steps"] > 0)
+        set_progress(trainer, self._position(trainer))
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         set_steps_of_loggers(trainer, self._steps)  # -1 after Lightning's LearningRateFinder

@@ -33,6 +33,12 @@ def set_steps_of_loggers(trainer: L.Trainer, steps: int) -> None:
     trainer.fit_loop.epoch_loop._batches_that_stepped = steps
 
 
+def set_progress(trainer: L.Trainer, position: dict[str, Any]) -> None:
+    """Let an evaluation log at the step and in the epoch of a position in training."""
+    set_steps_of_loggers(trainer, position["steps"])
+    trainer.fit_loop.epoch_progress.current.completed = position["epoch"] + (position["epoch_steps"] > 0)
+
+
 def combination_mode(loaders: CombinedLoader) -> str:
     """Return the mode that a CombinedLoader was given."""
     return loaders._mode
@@ -100,9 +106,7 @@ class CheckpointConnector(_CheckpointConnector):
         super()._restore_modules_and_callbacks(*args, **kwargs)
         position = self._loaded_checkpoint.get("position") if self._loaded_checkpoint else None
         if position and not steps_of_loggers(self.trainer):
-            set_steps_of_loggers(self.trainer, position["steps"])
-            epochs = position["epoch"] + (position["epoch_steps"] > 0)
-            self.trainer.fit_loop.epoch_progress.current.completed = epochs
+            set_progress(self.trainer, position)
 
     def prepare_late_layers(self) -> None:
         """Change the layers that `setup` or `configure_model` has made."""

@@ -12,8 +12,8 @@ from onecurve.records.files import append_json_line, read_json_lines
 
 _log = logging.getLogger(__name__)
 _FILE = "events.jsonl"
-_STARTS = ("start", "resume")
-_ENDS = ("stopped", "failed", "killed", "finished")
+STARTS = ("start", "resume")
+ENDS = ("stopped", "failed", "killed", "finished")
 
 
 def append_event(
@@ -56,8 +56,8 @@ def append_kill(run_dir: str | Path) -> None:
 def append_end(run_dir: str | Path, event: str, reason: str | None, seconds: float | None = None) -> None:
     """Append the end of a run, unless its rank zero has recorded one, or it has not started."""
     kinds = [event["event"] for event in read_events(run_dir)]
-    starts_and_ends = [kind for kind in kinds if kind in (*_STARTS, *_ENDS)]  # other events may follow a start
-    if starts_and_ends and starts_and_ends[-1] in _STARTS:
+    starts_and_ends = [kind for kind in kinds if kind in (*STARTS, *ENDS)]  # other events may follow a start
+    if starts_and_ends and starts_and_ends[-1] in STARTS:
         append_event(run_dir, event, logged_steps(run_dir), reason, seconds)
 
 
@@ -76,7 +76,7 @@ def recorded_end(run_dir: str | Path) -> Iterator[None]:
 def append_resize(run_dir: str | Path, step: int | None, size: int) -> None:
     """Append that a run starts with another number of processes than before, for the reason of the last event."""
     events = read_events(run_dir)
-    sizes = [event.get("world_size") for event in events if event["event"] in _STARTS]
+    sizes = [event.get("world_size") for event in events if event["event"] in STARTS]
     if sizes and sizes[-1] not in (None, size):  # None in a run of an earlier version
         append_event(run_dir, "resized", step, events[-1].get("reason"), **{"from": sizes[-1], "to": size})
 

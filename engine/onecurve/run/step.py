@@ -119,7 +119,7 @@ class _VirtualRankPasses:
     def __init__(self, trainer: Any, step: int) -> None:
         self.trainer, self.step = trainer, step
         self.random, self.metrics = _callback(trainer, RandomNumbers), _callback(trainer, VirtualMetrics)
-        self.virtual = getattr(trainer.strategy, "virtual_ranks", VirtualRanks)(trainer)
+        self.virtual = getattr(trainer.strategy, "virtual_rank_passes", VirtualRanks)(trainer)
         self.virtual.begin(trainer.datamodule.parts, step, self._begin_part)
 
     @contextmanager

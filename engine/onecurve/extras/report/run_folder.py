@@ -24,12 +24,11 @@ from onecurve.identity.option_kinds import (
     flatten_config,
     matches,
 )
-from onecurve.records.events import read_events
+from onecurve.records.events import ENDS, STARTS, read_events
 from onecurve.records.files import read_json_lines
 
 Floats = NDArray[np.float64]
 _RECORDED = ("data_source", "experiment", "numerics", VERSION_KEY)  # beside the options in config.yaml
-ENDS = ("finished", "stopped", "failed", "killed")
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -144,7 +143,7 @@ class RunFolder:
     @property
     def started(self) -> dict[str, Any]:
         """The newest event that has the command and the changed options; empty if none is recorded."""
-        return next((event for event in reversed(self.events) if event["event"] in ("start", "resume")), {})
+        return next((event for event in reversed(self.events) if event["event"] in STARTS), {})
 
     @property
     def status(self) -> str:
@@ -164,7 +163,7 @@ class RunFolder:
     @cached_property
     def speeds(self) -> dict[int | None, float]:
         """The median of samples per second for each number of processes, in the order of their first rows."""
-        starts = [event for event in self.events if event["event"] in ("start", "resume")]
+        starts = [event for event in self.events if event["event"] in STARTS]
         logged: dict[int | None, list[float]] = defaultdict(list)
         for step, value in zip(*self.curves.get("throughput/samples_per_sec", ((), ())), strict=True):
             sizes = [start.get("world_size") for start in starts if (start["step"] or 0) <= step]

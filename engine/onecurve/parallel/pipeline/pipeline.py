@@ -64,7 +64,7 @@ class Pipeline(ShardedStateStrategy):
         **kwargs: arguments of ShardedStateStrategy.
     """
 
-    virtual_ranks: ClassVar = StageRanks
+    virtual_rank_passes: ClassVar = StageRanks
     module_needs: ClassVar = {"net": "the network to split", "loss": "which maps outputs and a batch to the mean loss"}
 
     def __init__(
