@@ -1,6 +1,9 @@
 """Samplers of each process, and limits of steps and samples: the same global batches for any number of processes.
 
 Lightning counts its limits in batches of a rank, whose size depends on the number of ranks.
+
+Here a sample has a position in its global batch, a place in the order of its epoch, and an index in the dataset, which
+other files call its position there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +18,8 @@ from onecurve.data.layout import DataParallelInfo
 from onecurve.errors import UserError
 
 
-class Place:
-    """A place in the training data: the loader begins with step `start` of an epoch."""
+class EpochStart:
+    """Where a loader begins: with step `start` of an epoch."""
 
     epoch = start = 0
 
@@ -27,7 +30,7 @@ class Place:
 
 
 @dataclass(eq=False)
-class TrainingBatches(Place, Sampler[Tensor]):
+class TrainingBatches(EpochStart, Sampler[Tensor]):
     """Batches of one data-parallel rank in an epoch, as a pure function of (seed, epoch, start).
 
     Global batch k is the k-th slice of the epoch's order, of which this rank has some positions. Each epoch
@@ -39,7 +42,7 @@ class TrainingBatches(Place, Sampler[Tensor]):
         batch_size: samples of a global batch.
         positions: positions of this rank in a global batch, (batches, n).
         steps: optimizer steps per epoch.
-        order: maps an epoch to its order, positions in the dataset.
+        order: maps an epoch to its order, (n,) indices in the dataset.
         weight: samples of a batch of this rank, relative to their mean over the ranks.
     """
 
@@ -62,7 +65,7 @@ class TrainingBatches(Place, Sampler[Tensor]):
         return places[:, self.positions].flatten(0, 1)
 
     def table(self) -> Tensor:
-        """Return the positions in the dataset at these places."""
+        """Return the indices in the dataset at these places."""
         return self.order(self.epoch)[self.places()]
 
     def weights(self) -> Iterator[float]:
@@ -71,13 +74,13 @@ class TrainingBatches(Place, Sampler[Tensor]):
 
 
 @dataclass(eq=False)
-class GivenBatches(Place, Sampler[Tensor]):
+class GivenBatches(EpochStart, Sampler[Tensor]):
     """Batches of one data-parallel rank in an epoch, of those that a user's `batch_sampler` gives.
 
     A given batch, of any size, is a global batch of which this rank has some positions, or the batch of a virtual rank.
 
     Args:
-        given: maps an epoch to its batches, positions in the dataset.
+        given: maps an epoch to its batches, indices in the dataset.
         positions: maps the size of a global batch to the positions of this rank in it, (batches, n).
         sharing: number of batches of all ranks that share a global batch.
         steps: optimizer steps per epoch.
@@ -109,7 +112,7 @@ class GivenBatches(Place, Sampler[Tensor]):
         return [rows[step][part] for step in steps for part in self.positions(len(rows[step]))]
 
     def table(self) -> list[Tensor]:
-        """Return the positions in the dataset at these places."""
+        """Return the indices in the dataset at these places."""
         order = torch.cat(list(self.given(self.epoch)))
         return [order[places] for places in self.places()]
 
@@ -131,7 +134,7 @@ class EvaluationBatches(Sampler[Tensor]):
     round may be incomplete: each batch has at most one round of padding, and one of two rounds or more has a sample.
 
     Args:
-        order: the samples, as positions in the dataset.
+        order: the samples, as indices in the dataset.
         batch_size: number of samples of a batch over all ranks.
         parallel: the place of this rank.
         ranks: yield the batches of these ranks, of equal shares, in turn; None for those of this rank.

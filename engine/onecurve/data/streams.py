@@ -24,7 +24,7 @@ from onecurve.checkpoint.io import is_plain
 from onecurve.data.batch import StepParts, as_part
 from onecurve.data.layout import alone
 from onecurve.data.loader import collate_function, errors_of_workers, worker_options, yields_batches
-from onecurve.data.sampler import Place
+from onecurve.data.sampler import EpochStart
 from onecurve.errors import UserError
 from onecurve.patches.torch import tree_leaves
 from onecurve.random.hashing import hash_ints
@@ -37,7 +37,7 @@ _HASHED = 256  # keys that are computed at once
 
 
 @dataclass(eq=False)
-class StreamLoader(Place):
+class StreamLoader(EpochStart):
     """Yields the batches of a rank from a stream, each as `StepParts`.
 
     One worker reads the stream. A resumed epoch goes on by the `state_dict` of the stream if that is exact; otherwise

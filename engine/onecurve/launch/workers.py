@@ -170,7 +170,7 @@ def _torchelastic_config(cfg: DictConfig, processes: int, reports: str) -> Any:
 
 
 def _stopped(cfg: DictConfig) -> signals.Stopped:
-    """Print how to continue the run, and return the exception that ends it."""
+    """Return the exception that ends a run after a signal; print how to continue it."""
     print(stop_message(signals.requested(), cfg.run_dir), file=sys.stderr)
     return signals.Stopped(signals.requested())
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from onecurve.data.layout import DataParallelInfo
-from onecurve.data.sampler import EvaluationBatches, GivenBatches, Place, TrainingBatches
+from onecurve.data.sampler import EpochStart, EvaluationBatches, GivenBatches, TrainingBatches
 from onecurve.errors import UserError
 
 GIVEN = [torch.tensor([5, 6, 7, 8]), torch.tensor([9, 0]), torch.tensor([1, 2, 3])]  # of one epoch
@@ -37,7 +37,7 @@ def evaluation(count: int, batch: int, shares: tuple[int, ...], rank: int, *rank
 
 
 def test_another_epoch_begins_at_its_first_step() -> None:
-    place = Place()
+    place = EpochStart()
     assert (place.epoch, place.start) == (0, 0)
     place.start = 3
     place.set_epoch(0)
@@ -50,7 +50,7 @@ def test_another_epoch_begins_at_its_first_step() -> None:
 
 
 def test_a_large_epoch_keeps_its_start() -> None:
-    place = Place()
+    place = EpochStart()
     place.set_epoch(int("5000"))
     place.start = 3
     place.set_epoch(int("5000"))
