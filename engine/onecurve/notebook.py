@@ -19,6 +19,7 @@ from onecurve.config.folder import CONF, register_resolvers, remove_if_unused
 from onecurve.errors import UserError
 from onecurve.process import signals
 from onecurve.process.ranks import forget_other_ranks
+from onecurve.records.files import METRICS
 
 if TYPE_CHECKING:
     import lightning as L
@@ -44,7 +45,7 @@ class Result:
     @property
     def history(self) -> list[dict[str, float]]:
         """The rows of metrics.csv, each without its empty cells; `pandas.DataFrame` takes them."""
-        file = self.folder / "metrics.csv"
+        file = self.folder / METRICS
         with file.open(newline="") as stream:
             rows = list(csv.DictReader(stream))
         return [{name: _COLUMN_TYPES.get(name, float)(cell) for name, cell in row.items() if cell} for row in rows]

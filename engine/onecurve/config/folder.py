@@ -15,8 +15,8 @@ from onecurve.checkpoint.newest import newest_checkpoint
 from onecurve.config.jobs import Job, identity, read_jobs
 from onecurve.errors import UserError
 from onecurve.process.ranks import started_rank
+from onecurve.records.files import CONFIG
 
-CONFIG = "config.yaml"
 RECIPES = ("experiment", "preset", "debug")  # the groups of conf/ whose files set options of other groups
 
 

@@ -27,7 +27,7 @@ from onecurve.process.layer_calls import first_different_calls
 from onecurve.process.rank import log_file, report_error
 from onecurve.process.signals import RESIZE, Stopped
 from onecurve.records.events import append_end, append_event, append_kill, logged_steps
-from onecurve.records.files import named_lock, read_json_lines
+from onecurve.records.files import METRICS, named_lock, read_json_lines
 
 _EXIT_DELAY = 3.0  # seconds; torchrun and this launcher look at the ranks ten times a second
 _TIMER = "Timeout ("  # what faulthandler writes before it ends a process
@@ -189,7 +189,7 @@ def _event_and_reason(error: BaseException) -> tuple[str, str]:
 def write_report(folder: Path) -> None:
     """Write the page of a sweep, or of a run that has logged anything; print one line if that is not possible."""
     try:
-        if is_sweep(folder) or (folder / "metrics.csv").is_file():
+        if is_sweep(folder) or (folder / METRICS).is_file():
             # Here, so that a template without engine/onecurve/extras/report trains as well.
             from onecurve.extras.report import write_page_of
 

@@ -11,7 +11,7 @@ import yaml
 from lightning.pytorch.loggers.logger import DummyExperiment, Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from onecurve.records.files import atomic_write
+from onecurve.records.files import CONFIG, METRICS, atomic_write
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class CSVLogger(Logger):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self.folder, self.file = folder, folder / "metrics.csv"
+        self.folder, self.file = folder, folder / METRICS
         self._rows: list[dict[str, Any]] | None = None
         self._columns = ["step", "epoch"]
         self._lacks_rows = False  # whether the last write failed
@@ -52,7 +52,7 @@ class CSVLogger(Logger):
     @property
     def has_config(self) -> bool:
         """Whether the configuration of a run is there already."""
-        return (self.folder / "config.yaml").exists()
+        return (self.folder / CONFIG).exists()
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
@@ -60,7 +60,7 @@ class CSVLogger(Logger):
         if self.has_config and "runtime" not in params:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        with atomic_write(self.folder / "config.yaml") as temporary:
+        with atomic_write(self.folder / CONFIG) as temporary:
             temporary.write_text(yaml.safe_dump(params, sort_keys=False))
 
     @rank_zero_only

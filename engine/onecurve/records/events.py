@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from onecurve.records.files import append_json_line, read_json_lines
+from onecurve.records.files import METRICS, append_json_line, read_json_lines
 
 _log = logging.getLogger(__name__)
 _FILE = "events.jsonl"
@@ -48,7 +48,7 @@ def read_events(run_dir: str | Path) -> list[dict[str, Any]]:
 
 def append_kill(run_dir: str | Path) -> None:
     """Append that the last process of a run was killed, if it has recorded no end; a new process calls this first."""
-    files = [Path(run_dir) / name for name in (_FILE, "metrics.csv")]
+    files = [Path(run_dir) / name for name in (_FILE, METRICS)]
     last_written = max((file.stat().st_mtime for file in files if file.exists()), default=None)
     append_end(run_dir, "killed", "no end was recorded", last_written)
 
@@ -83,7 +83,7 @@ def append_resize(run_dir: str | Path, step: int | None, size: int) -> None:
 
 def logged_steps(run_dir: str | Path) -> int | None:
     """Return the number of optimizer steps up to the last complete row of metrics.csv, or None."""
-    file = Path(run_dir) / "metrics.csv"
+    file = Path(run_dir) / METRICS
     lines = file.read_text().split("\n")[:-1] if file.exists() else []  # without one that a kill has cut
     # A test's row counts all steps, as no other does. Other rows are known by any value, as plain modules name theirs.
     others = ("step", "epoch", "test/")

@@ -12,6 +12,7 @@ from filelock import FileLock
 
 from onecurve.errors import UserError
 
+CONFIG, METRICS = "config.yaml", "metrics.csv"  # of a run folder
 _LOCKS = Path("/tmp")  # the same for all processes of a machine, whatever their TMPDIR
 
 

@@ -21,7 +21,7 @@ from onecurve.observe.guard import start_loggers
 from onecurve.observe.steps import trained_steps
 from onecurve.patches.torch import AnyBatchNorm
 from onecurve.records.events import append_event, append_resize, read_events
-from onecurve.records.files import atomic_write
+from onecurve.records.files import CONFIG, atomic_write
 from onecurve.run.bit_exact import numerics
 
 _log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class RunRecorder(L.Callback):
             trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
         if trainer.is_global_zero:  # before the loggers, which print lines of their own
             _log.info("\n".join(_rows(self._banner(trainer, pl_module))))
-        file = Path(self.config.run_dir) / "config.yaml"
+        file = Path(self.config.run_dir) / CONFIG
         self._config_before = file.read_text() if file.is_file() and trainer.is_global_zero else None
         self._start(trainer, pl_module, is_first_stage=True)
         for logger in trainer.loggers:
@@ -104,7 +104,7 @@ class RunRecorder(L.Callback):
         """Put the configuration of a run back whose continuation is refused before its first step."""
         is_refused = isinstance(exception, UserError) and trained_steps(trainer) <= self._resumed_at
         if is_refused and self._config_before is not None and trainer.is_global_zero:
-            with atomic_write(Path(self.config.run_dir) / "config.yaml") as temporary:
+            with atomic_write(Path(self.config.run_dir) / CONFIG) as temporary:
                 temporary.write_text(self._config_before)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -11,8 +11,9 @@ import torch
 from omegaconf import OmegaConf
 
 from onecurve.checkpoint.newest import newest_checkpoint
-from onecurve.config.folder import CONFIG, run_folder, unique_name
+from onecurve.config.folder import run_folder, unique_name
 from onecurve.records.events import read_events
+from onecurve.records.files import CONFIG
 from tests.support.commands import PARITY, TINY, error_line, run_here, slurm_task, steps
 from tests.support.experiments import SHORT, SHORT_EPOCH
 from tests.support.runs import compose, fit

@@ -11,8 +11,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from onecurve.config.command_line import quote
-from onecurve.config.folder import CONFIG, remove_if_unused
+from onecurve.config.folder import remove_if_unused
 from onecurve.config.resolve import run_and_sweep_id, source_revision
+from onecurve.records.files import CONFIG
 from tests.support.commands import ROOT, TINY, error_line, run_here
 from tests.support.runs import compose
 

@@ -12,8 +12,8 @@ import torch
 from onecurve.checkpoint.run_files import CHECKPOINTS
 from onecurve.config import folder as run_folders
 from onecurve.config.command_line import complete_overrides
-from onecurve.config.folder import CONFIG
 from onecurve.errors import UserError
+from onecurve.records.files import CONFIG
 from onecurve.run import checkpoint as checkpoint_file
 from onecurve.run.experiment import run_experiment
 from tests.support.commands import run_here

@@ -25,7 +25,7 @@ from onecurve.identity.option_kinds import (
     matches,
 )
 from onecurve.records.events import ENDS, STARTS, read_events
-from onecurve.records.files import read_json_lines
+from onecurve.records.files import CONFIG, METRICS, read_json_lines
 
 Floats = NDArray[np.float64]
 _RECORDED = ("data_source", "experiment", "numerics", VERSION_KEY)  # beside the options in config.yaml
@@ -85,12 +85,12 @@ class RunFolder:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The resolved configuration, by dotted name."""
-        return flatten_config(read_mapping(self.path / "config.yaml"))
+        return flatten_config(read_mapping(self.path / CONFIG))
 
     @cached_property
     def experiment_options(self) -> dict[str, Any]:
         """The options of its experiment, by dotted name; of a class that cannot be imported, all but known hardware."""
-        config = read_mapping(self.path / "config.yaml")
+        config = read_mapping(self.path / CONFIG)
         options = {name: node for name, node in config.items() if name not in _RECORDED}
         resolved = OmegaConf.create(options)
         try:
@@ -106,7 +106,7 @@ class RunFolder:
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
-        return read_metrics(self.path / "metrics.csv")
+        return read_metrics(self.path / METRICS)
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from onecurve.extras.report.metric_charts import downsample, style_value_axis
 from onecurve.extras.report.page import Section, chart, duration_text, macros, new_figure, number, parts, write_page
 from onecurve.extras.report.run_folder import read_mapping, read_metrics
 from onecurve.extras.report.run_page import REPORT
+from onecurve.records.files import METRICS
 
 _COLORS = {"finished": "good", "failed": "bad", "killed": "bad", "stopped": "warn"}
 _SHOWN = ("val/acc", "test/acc", "train/loss")  # metrics that the table shows besides the optimized one
@@ -97,7 +98,7 @@ def _curves(sweep: Sweep) -> Markup:
     """Return the curve of the metric in each job, the best one in a color of its own."""
     figure, drawn, ranked = new_figure(320, hovermode="closest"), [], sweep.ranked
     for name in ranked:
-        curve = read_metrics(sweep.path / name / "metrics.csv").get(sweep.metric)
+        curve = read_metrics(sweep.path / name / METRICS).get(sweep.metric)
         if curve is None or len(curve.values) < 2:
             continue
         drawn.append(curve)
