@@ -1,4 +1,4 @@
-"""The folders of runs and of a sweep's jobs, which a continued run keeps, and the configuration in them."""
+"""The folders of runs and of a sweep's jobs, which a continued run keeps, and the newest checkpoint in them."""
 
 import itertools
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from onecurve.checkpoint.newest import newest_checkpoint
+from onecurve.checkpoint.run_files import CHECKPOINTS, LAST, PREVIOUS
 from onecurve.config.jobs import Job, identity, read_jobs
 from onecurve.errors import UserError
 from onecurve.process.ranks import started_rank
@@ -89,12 +89,39 @@ def saved_config(folder: Path) -> Any:
     return saved
 
 
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint in a run folder, if any; warn of each corrupt one."""
+    for file in sorted((folder / CHECKPOINTS).glob("*.ckpt"), key=_recency_key):
+        from onecurve.checkpoint.io import check_is_complete  # late, since it imports Lightning
+
+        try:
+            check_is_complete(file)
+            return file
+        except UserError as error:
+            print(f"warning: {error}; looking for the one before it", file=sys.stderr)
+    return None
+
+
+def _recency_key(file: Path) -> tuple[bool, bool, int]:
+    """Return the sort key that puts the newest checkpoint first.
+
+    The names come before the modification time, because copying a folder may reset the time.
+    """
+    return file.name != LAST, file.name != PREVIOUS, -file.stat().st_mtime_ns
+
+
 def with_newest_checkpoint(cfg: DictConfig) -> DictConfig:
     """Return the configuration with `ckpt_path` set to the newest checkpoint, for a restart after a failure."""
     if cfg.fit and (newest := newest_checkpoint(Path(cfg.run_dir))):
         cfg = cfg.copy()
         cfg.ckpt_path = str(newest)
     return cfg
+
+
+def remove_partial_checkpoints(folder: Path) -> None:
+    """Delete the temporary files of a save that was killed. No process may be saving a checkpoint meanwhile."""
+    for file in (folder / CHECKPOINTS).glob(".*.part"):
+        file.unlink(missing_ok=True)
 
 
 def job_folder(sweep: str, number: int, *, _root_: DictConfig) -> str:

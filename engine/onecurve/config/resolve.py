@@ -16,9 +16,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
-from onecurve.checkpoint.newest import newest_checkpoint, remove_partial_checkpoints
 from onecurve.checkpoint.run_files import checkpoint_file
-from onecurve.config.folder import CONF, PROJECT, RECIPES, folder_of, saved_config
+from onecurve.config.folder import (
+    CONF,
+    PROJECT,
+    RECIPES,
+    folder_of,
+    newest_checkpoint,
+    remove_partial_checkpoints,
+    saved_config,
+)
 from onecurve.errors import UserError, as_typed, nearest_options
 from onecurve.identity.option_kinds import flatten_config
 from onecurve.process.devices import resolve_devices

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from onecurve.data.layout import DataParallelInfo, Division
-from onecurve.data.loader import Loaders, RankLoader, order_of, yields_batches
+from onecurve.data.loader import Loaders, RankLoader, has_given_batches, order_of, yields_batches
 from onecurve.data.sampler import EvaluationBatches, apply_limit, limit_without_length
 from onecurve.data.streams import StreamLoader, length_of_stream
 from onecurve.errors import UserError
@@ -58,7 +58,9 @@ class EvaluationLoaders:
                 self._batches(loader).check_no_rank_is_empty(self.name)
 
     def _has_samples(self, loader: DataLoader[Any]) -> bool:
-        return isinstance(loader.dataset, IterableDataset) or len(order_of(loader, self.seed, EVALUATION)) > 0
+        if has_given_batches(loader):
+            return len(order_of(loader, self.seed, EVALUATION)) > 0
+        return isinstance(loader.dataset, IterableDataset) or len(cast(Any, loader.sampler)) > 0
 
     def _batches(self, loader: DataLoader[Any]) -> EvaluationBatches:
         order, unit = order_of(loader, self.seed, EVALUATION), self._unit(loader)

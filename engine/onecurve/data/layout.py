@@ -179,7 +179,7 @@ class BatchLayout:
 
         Row i of a batch belongs to micro-batch i % num_microbatches. The samples of a micro-batch are ordered by group.
         """
-        # Place p of micro-batch m is position p * micro_batches + m of the global batch.
+        # Row p of micro-batch m is position p * micro_batches + m of the global batch.
         numbers = np.arange(self.micro_batches).reshape(self.accumulate, 1, -1)  # (accumulate, 1, micro-batches)
         positions = self._slots[:, None] * self.micro_batches + numbers  # (accumulate, samples, micro-batches)
         return torch.from_numpy(positions.reshape(self.accumulate, -1))

@@ -136,7 +136,7 @@ class EvaluationBatches(Sampler[Tensor]):
     Args:
         order: the samples, as indices in the dataset.
         batch_size: number of samples of a batch over all ranks.
-        parallel: the place of this rank.
+        parallel: the ranks, and which of them this one is.
         ranks: yield the batches of these ranks, of equal shares, in turn; None for those of this rank.
     """
 

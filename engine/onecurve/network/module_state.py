@@ -70,7 +70,11 @@ def _restore_buffers(part: nn.Module, before: dict[str, Tensor], names: set[str]
         else:
             delattr(part, name)
     for name, buffer in before.items():
-        setattr(part, name, buffer)
+        if name in vars(part) or not hasattr(part, name):  # it was deleted, perhaps for another attribute
+            vars(part).pop(name, None)
+            part.register_buffer(name, buffer)
+        else:
+            setattr(part, name, buffer)
 
 
 def _attributes(part: nn.Module) -> dict[str, Any]:

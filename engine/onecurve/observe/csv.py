@@ -101,7 +101,7 @@ class CSVLogger(Logger):
         """
         rows = self._read()
         self._rows = [row for row in rows if row["step"] < step]
-        self._has_cut_rows = len(self._rows) < len(rows)
+        self._has_cut_rows |= len(self._rows) < len(rows)
 
     def _read(self) -> list[dict[str, Any]]:
         """Return the rows; the first call reads those of an earlier process, without a truncated last line."""

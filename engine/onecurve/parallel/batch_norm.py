@@ -381,8 +381,8 @@ class _Normalize(torch.autograd.Function):
 
 
 def _terms_of_moments(means: Tensor, mean: Tensor, inv_std: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the (groups, channels) slope and shift, from `mean_gx` and `mean_g`, (2, groups, channels)."""
-    mean_gx, mean_g = means
+    """Return (groups, channels) slope and shift: the moments add slope * x + shift to the gradient of x."""
+    mean_gx, mean_g = means  # (groups, channels)
     gamma = 1 if weight is None else weight
     slope = -mean_gx * inv_std * inv_std * gamma
     return slope, -mean_g * inv_std * gamma - slope * mean

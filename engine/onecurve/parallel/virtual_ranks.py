@@ -26,7 +26,7 @@ from onecurve.parallel.tree_sum import TreeSum, sum_over_ranks
 class VirtualRanks:
     """Computes the virtual ranks of this process in a step. The process holds the full network.
 
-    A strategy whose processes hold less has a subclass as its attribute `virtual_ranks`.
+    A strategy whose processes hold less has a subclass as its attribute `virtual_rank_passes`.
 
     Attributes:
         of_processes: the virtual ranks of each data-parallel process.

@@ -225,7 +225,7 @@ class RandomNumbers(L.Callback):
         self._dropouts: list[SampleDropout] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Seed the weights that the module makes in `setup` and `configure_model`: Lightning does so on ranks only."""
+        """Seed the weights that the module makes in `setup` and `configure_model`."""
         intercept()
         seed_generators(self._seed(), trainer.strategy.root_device.type)
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from onecurve.checkpoint.io import read_checkpoint
-from onecurve.checkpoint.newest import newest_checkpoint
 from onecurve.checkpoint.run_files import CHECKPOINTS, LAST, checkpoint_file
 from onecurve.errors import UserError
 from onecurve.observe.steps import RankConsensus, trained_steps
@@ -106,17 +105,15 @@ def check_overwrites_nothing(trainer: L.Trainer, path: str | None) -> None:
 
 
 def find_checkpoint(trainer: L.Trainer, ckpt_path: str | Path | None) -> str | None:
-    """Return the file that `ckpt_path` names; None for `last` in a folder without a checkpoint."""
-    if ckpt_path is None:
-        return None
+    """Return the file that `ckpt_path` names; None for `last` in a folder that has none."""
     if ckpt_path == "best":
         return best_checkpoint(trainer)
-    folder = Path(trainer.default_root_dir if ckpt_path == "last" else ckpt_path)
-    if newest := newest_checkpoint(folder):
-        return str(newest)
     if ckpt_path == "last":
-        return None
-    return str(checkpoint_file(folder) if folder.is_dir() else ckpt_path)  # which may be a URL
+        last = checkpoint_file(Path(trainer.default_root_dir))
+        return str(last) if last.is_file() else None
+    if ckpt_path and Path(ckpt_path).exists():
+        return str(checkpoint_file(Path(ckpt_path)))
+    return str(ckpt_path) if ckpt_path else None  # such as a URL
 
 
 def best_checkpoint(trainer: L.Trainer) -> str:

@@ -1,4 +1,4 @@
-"""Start the loggers, log the configuration and the start, print the banner, and cut metrics.csv when a run resumes."""
+"""Start the loggers, log the configuration and the start, print the banner, and let a resumed run replace rows."""
 
 import logging
 import textwrap
@@ -32,8 +32,8 @@ _PATHS = ("run folder", "goes on from")
 class RunRecorder(L.Callback):
     """Logs the resolved configuration, keeps it in every checkpoint as YAML, and prints the banner.
 
-    Every checkpoint also keeps the metrics, and a resumed run has them until it measures its own. The rows of the steps
-    that it repeats are cut.
+    Every checkpoint also keeps the metrics, and a resumed run has them until it measures its own. Its first row
+    replaces those of the steps that it repeats.
 
     Args:
         config: the resolved configuration; None if the trainer sets it later.
@@ -126,7 +126,10 @@ class RunRecorder(L.Callback):
     def _start(self, trainer: L.Trainer, module: L.LightningModule, is_first_stage: bool) -> None:
         """Start the loggers in this process, log the configuration, and record the start in `events.jsonl`."""
         data: Any = trainer.datamodule
-        if is_first_stage and trainer.is_global_zero:
+        # A script may evaluate in the folder of a run that another process trains, whose events these are.
+        is_of_run = self.config.fit or "run_id" in self.config.runtime
+        is_recorded = is_first_stage and is_of_run and trainer.is_global_zero
+        if is_recorded:
             append_resize(self.config.run_dir, self._resumed_at, trainer.world_size)
         trainer.loggers = [*start_loggers(self._loggers), *trainer.loggers]
         self._loggers = ()
@@ -139,7 +142,7 @@ class RunRecorder(L.Callback):
             # An evaluation by a script leaves the configuration of the run in whose folder it is.
             if trainer.state.fn == "fit" or not isinstance(logger, CSVLogger) or not logger.has_config:
                 logger.log_hyperparams(settings)
-        if not (is_first_stage and trainer.is_global_zero):
+        if not is_recorded:
             return
         config, runtime = self.config, settings["runtime"]
         overrides = [word.partition("=") for word in runtime["overrides"]]

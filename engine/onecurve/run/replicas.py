@@ -100,7 +100,7 @@ def _names(own: dict[str, Any], hashes: list[list[int]]) -> list[str]:
         return []
     values = gather_objects(own)
     names = sorted(set().union(*values))
-    return [name for name in names if len({rank[name] for rank in values if name in rank}) > 1]
+    return [name for name in names if len({repr(rank[name]) for rank in values if name in rank}) > 1]  # NaN too
 
 
 def _rates(trainer: L.Trainer) -> dict[str, float]:

@@ -9,7 +9,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from signal import SIGINT, getsignal
 from typing import Any, cast
-from unittest import mock
 
 import lightning as L
 import torch
@@ -118,8 +117,8 @@ class Trainer(L.Trainer):
         if self._is_script:
             log_script(rank_zero_only.rank)
             shorten_user_errors(self, rank_zero_only.rank)
-        is_seeded = "PL_GLOBAL_SEED" in os.environ  # by lightning.seed_everything
-        seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
+        given_seed = os.environ.get("PL_GLOBAL_SEED")  # of lightning.seed_everything
+        seed = int(given_seed or 0) if seed is None else seed
         virtual_ranks = (4 if bit_exact else 1) if virtual_ranks is None else virtual_ranks
         check_arguments(seed, virtual_ranks, bit_exact, kwargs)
         self.seed, self.virtual_ranks, self.bit_exact = seed, virtual_ranks, bit_exact
@@ -130,12 +129,14 @@ class Trainer(L.Trainer):
         self._data: OrderedData | None = None  # of the last stage
         self._fitted: L.LightningDataModule | None = None  # the user's data of the last fit
         self._arguments = {"timeout": timeout, **kwargs}
-        self._folder = folder = Path(default_root_dir or _FOLDER)
+        self._folder = folder = Path(default_root_dir or _FOLDER).expanduser()
         if bit_exact:
             torch.set_num_threads(num_threads())
-        with mock.patch.dict(os.environ):  # or a later trainer would take its variable for the user's seed
-            L.seed_everything(seed, verbose=False)
-        self._state_before_module = None if is_seeded else torch.get_rng_state()
+        L.seed_everything(seed, verbose=False)
+        del os.environ["PL_GLOBAL_SEED"]  # or a later trainer would take it for the user's
+        if given_seed is not None:
+            os.environ["PL_GLOBAL_SEED"] = given_seed
+        self._state_before_module = None if given_seed else torch.get_rng_state()
         accelerator, devices = resolve_devices(accelerator, devices)
         needs_determinism = bit_exact and accelerator != "cpu"
         is_double = kwargs.get("precision") == "64-true"  # Lightning accepts this name with some strategies only
@@ -233,7 +234,9 @@ class Trainer(L.Trainer):
         self._recorder.begin()
         data = self._prepare("fit", model, loaders, datamodule, path)
         self._fitted = data.plain
-        with self._stage():
+        # The launcher of train.py records the end itself.
+        recording = recorded_end(self._folder) if self._is_script and self.is_global_zero else nullcontext()
+        with self._interruptible(), recording:
             super().fit(model, datamodule=data, ckpt_path=path, weights_only=weights_only)
         self.final_metrics |= self.callback_metrics
 
@@ -295,22 +298,17 @@ class Trainer(L.Trainer):
         data = self._prepare(stage, module, {name: dataloaders}, datamodule, path)
         if path and not self._is_script:  # which shows Lightning's own lines
             _log.info("%s: the weights of %s", stage, path)
-        with self._stage():
+        with self._interruptible():
             result = getattr(super(), stage)(module, datamodule=data, ckpt_path=path, **options)
         self.final_metrics |= self.callback_metrics
         return result
 
     @contextmanager
-    def _stage(self) -> Iterator[None]:
-        """Record how a stage of a script ends; in a notebook, let a signal end it, not the later ones or the kernel.
-
-        The launcher of train.py records the end of a run itself.
-        """
-        recording = recorded_end(self._folder) if self._is_script and self.is_global_zero else nullcontext()
+    def _interruptible(self) -> Iterator[None]:
+        """In a notebook, let a signal end this stage, and not the later ones or the kernel."""
         handlers: dict[int, Any] = {number: getsignal(number) for number in signals.SIGNALS}
         try:
-            with recording:
-                yield
+            yield
         except signals.Stopped as stopped:
             if not (self._is_script and hasattr(sys, "ps1")):
                 raise
@@ -320,13 +318,14 @@ class Trainer(L.Trainer):
                 raise KeyboardInterrupt from None
             raise
 
-    def _warn_of_early_module(self, module: L.LightningModule) -> None:
-        """Warn of weights that were drawn before this trainer seeded the generators, if none was drawn since."""
+    def _warn_of_early_module(self) -> None:
+        """Warn if nothing was drawn since this trainer has seeded the generators: the weights may be from before."""
         before, self._state_before_module = self._state_before_module, None
-        if before is not None and torch.equal(before, torch.get_rng_state()) and list(module.parameters()):
+        if before is not None and torch.equal(before, torch.get_rng_state()):
             _log.warning(
-                "the module was built before the trainer, which seeds the generators, so each run begins with other "
-                "weights, unless you load them: build it after the trainer, or call lightning.seed_everything before"
+                "no random number was drawn since the trainer has seeded the generators: if the module was built "
+                "before it, build it after it, or call lightning.seed_everything first, so that each run begins with "
+                "the same weights"
             )
 
     def order(self, plain: L.LightningDataModule) -> OrderedData:
@@ -370,7 +369,8 @@ class Trainer(L.Trainer):
         data = self.order(plain)
         self.prepare_module(module)
         if self._is_script:
-            self._warn_of_early_module(module)
+            if stage == "fit" and not ckpt_path:
+                self._warn_of_early_module()
             self._recorder.config = describe_script(self, module, data.plain, self._arguments, stage, ckpt_path)
         return data
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 
 from onecurve.errors import DivergedUserError, UserError
@@ -183,17 +184,20 @@ def _acts_after_validation(callback: Any) -> bool:
 class FiniteCheck(L.Callback):
     """Stops a run that has diverged.
 
-    The training losses that it logs are checked at every log point. `train/loss`, and any that is logged with
-    `sync_dist=True`, is the same on every rank, so that all ranks stop together. All weights are checked before a
-    checkpoint is saved. If ranks hold different values, one rank may stop alone; the launcher then ends the others.
+    The loss of the step, and `train/loss`, are checked at every log point, where all ranks stop together. All weights
+    are checked before a checkpoint is saved. If ranks hold different weights, one rank may stop alone; the launcher
+    then ends the others.
     """
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if is_log_point(trainer, trained_steps(trainer)):
-            for name, value in trainer.callback_metrics.items():
-                is_of_training = "loss" in name and "val" not in name and "test" not in name
-                if is_of_training and not math.isfinite(value):
-                    raise _divergence(trainer, f"{name} is {float(value)}")
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        if not is_log_point(trainer, trained_steps(trainer)):
+            return
+        losses: dict[str, Any] = {"train/loss": trainer.callback_metrics.get("train/loss")}
+        losses |= {"the loss": outputs.get("loss")} if isinstance(outputs, dict) else {}
+        found = {name: float(loss) for name, loss in losses.items() if isinstance(loss, Tensor)}
+        diverged = [f"{name} is {loss}" for name, loss in found.items() if not math.isfinite(loss)]
+        if not trainer.strategy.reduce_boolean_decision(not diverged):
+            raise _divergence(trainer, "".join(diverged[:1]) or "the loss of another rank is not finite")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let all ranks compute the metrics, which communicate, before rank zero's progress bar does."""

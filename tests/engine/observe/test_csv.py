@@ -136,6 +136,7 @@ def test_cuts_the_rows_from_a_step_on(step: int, left: list[str], tmp_path: Path
     (tmp_path / "metrics.csv").write_text(before)
     logger = CSVLogger(tmp_path)
     logger.cut(step)
+    logger.cut(step)  # a fit that ended before its first row, and the next one
     assert read(tmp_path) == before  # the run may still be refused
     logger.log_metrics({"loss": 9.0}, step=2000)
     assert read(tmp_path).splitlines() == ["step,epoch,loss", *left, "2000,,9.0"]

@@ -170,6 +170,7 @@ def test_modules_are_as_before() -> None:
     net.register_buffer("steps", torch.zeros(()))
     net.register_buffer("same", net.steps)
     net.register_buffer("later", None)
+    net.register_buffer("gone", torch.ones(()))
     steps = net.steps
     held, before = net.numbers, {name: value.clone() for name, value in net.state_dict().items()}
     with unchanged(net.modules()):
@@ -181,6 +182,7 @@ def test_modules_are_as_before() -> None:
         net.new = 1
         net.steps, net.later = net.steps + 1, net.steps + 2
         net.register_buffer("made", torch.ones(()))
+        del net.gone
     assert net.steps is net.same is steps
     assert net.later is None
     assert not hasattr(net, "made")

@@ -416,18 +416,29 @@ def test_the_events_of_a_script(folder: Path) -> None:
     assert found == [("start", 0), ("finished", 8), ("resume", 8), ("killed", 16), ("resume", 8), ("finished", 16)]
 
 
-def test_the_events_of_a_script_that_only_evaluates(folder: Path) -> None:
-    trainer(folder).test(Boring(), loader())
-    trainer(folder).fit(Boring(), loader(), ckpt_path="last")
-    assert [event["event"] for event in read_events(folder)] == ["start", "finished", "start", "finished"]
+def test_an_evaluation_leaves_the_events_of_a_run_alone(folder: Path) -> None:
+    """Another process may train in that folder."""
+    trainer(folder).fit(Boring(), loader())
+    before = read_events(folder)
+    trainer(folder).test(Boring(), loader(), ckpt_path="last")
+    assert read_events(folder) == before
 
 
-def test_a_corrupt_checkpoint_is_passed_over(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer(folder, max_epochs=2).fit(Boring(), loader())
+def test_a_home_folder_is_one_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    home = Path("~/run")
+    trainer(home).fit(Boring(), loader())
+    trainer(home, max_epochs=2).fit(Boring(), loader(), ckpt_path="last")
+    with pytest.raises(UserError, match="holds a run"):
+        trainer(home).fit(Boring(), loader())
+    assert [event["event"] for event in read_events(folder / "run")] == ["start", "finished", "resume", "finished"]
+
+
+def test_a_corrupt_checkpoint_does_not_begin_the_run_anew(folder: Path) -> None:
+    trainer(folder).fit(Boring(), loader())
     (folder / "checkpoints" / "last.ckpt").write_bytes(b"cut")
-    trainer(folder, max_epochs=3).fit(Boring(), loader(), ckpt_path="last")
-    assert [(event["event"], event["step"]) for event in read_events(folder)][-2:] == [("resume", 8), ("finished", 24)]
-    assert "last.ckpt is not a complete checkpoint" in capsys.readouterr().err
+    with pytest.raises(onecurve.CheckpointUserError, match="is not a complete checkpoint"):
+        trainer(folder, max_epochs=2).fit(Boring(), loader(), ckpt_path="last")
 
 
 def test_what_another_run_has_left_is_kept(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -537,7 +548,7 @@ def test_kinds_of_errors(folder: Path) -> None:
             self.log_dict({"val_loss": loss, "loss/train": loss})
             return loss
 
-    with pytest.raises(onecurve.DivergedUserError, match="loss/train is nan at step 1: training diverged"):
+    with pytest.raises(onecurve.DivergedUserError, match="the loss is nan at step 1: training diverged"):
         trainer(folder).fit(Diverges(), loader())
     (folder / "weights.ckpt").write_text("no checkpoint")
     with pytest.raises(onecurve.CheckpointUserError, match="is not a complete checkpoint"):
@@ -719,7 +730,7 @@ def test_names_a_module_that_was_built_before_the_trainer(
     module = Boring()
     one = trainer(folder, seed=None)
     one.fit(module if is_early else Boring(), data)
-    assert ("the module was built before the trainer" in caplog.text) == is_named
+    assert ("no random number was drawn since the trainer" in caplog.text) == is_named
 
 
 def test_the_seed_of_one_trainer_is_not_that_of_the_next(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

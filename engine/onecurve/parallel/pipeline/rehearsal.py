@@ -64,7 +64,7 @@ def check_stages(
 ) -> None:
     """Check that all stages of the network train as it does for a micro-batch of inputs; its gradients are deleted.
 
-    Equal are the outputs, gradients and buffers, and `schedule`, a key of `SCHEDULES`, supports the stages.
+    It compares outputs, gradients and buffers, and whether `schedule`, a key of `SCHEDULES`, can run the stages.
     """
     splits_backward = SCHEDULES[schedule].splits_backward
     expected = _observe(net, len(inputs), lambda: _train_network(net, inputs.clone(), loss))
