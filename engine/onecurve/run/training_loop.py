@@ -184,20 +184,22 @@ def _acts_after_validation(callback: Any) -> bool:
 class FiniteCheck(L.Callback):
     """Stops a run that has diverged.
 
-    The loss of the step, and `train/loss`, are checked at every log point, where all ranks stop together. All weights
-    are checked before a checkpoint is saved. If ranks hold different weights, one rank may stop alone; the launcher
-    then ends the others.
+    The loss is checked at every log point, where all ranks stop together: `train/loss` of a module that takes weighted
+    batches, which is the same on every rank, or else what the step returns. All weights are checked before a checkpoint
+    is saved. If ranks hold different weights, one rank may stop alone; the launcher then ends the others.
     """
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
         if not is_log_point(trainer, trained_steps(trainer)):
             return
-        losses: dict[str, Any] = {"train/loss": trainer.callback_metrics.get("train/loss")}
-        losses |= {"the loss": outputs.get("loss")} if isinstance(outputs, dict) else {}
-        found = {name: float(loss) for name, loss in losses.items() if isinstance(loss, Tensor)}
-        diverged = [f"{name} is {loss}" for name, loss in found.items() if not math.isfinite(loss)]
-        if not trainer.strategy.reduce_boolean_decision(not diverged):
-            raise _divergence(trainer, "".join(diverged[:1]) or "the loss of another rank is not finite")
+        if getattr(pl_module, "takes_batch", False):
+            loss = float(trainer.callback_metrics.get("train/loss", 0.0))
+            if not math.isfinite(loss):
+                raise _divergence(trainer, f"train/loss is {loss}")
+            return
+        loss = float(outputs.get("loss", 0.0)) if isinstance(outputs, dict) else 0.0
+        if not trainer.strategy.reduce_boolean_decision(math.isfinite(loss)):
+            raise _divergence(trainer, "the training loss is not finite")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let all ranks compute the metrics, which communicate, before rank zero's progress bar does."""

@@ -548,7 +548,9 @@ def test_kinds_of_errors(folder: Path) -> None:
             self.log_dict({"val_loss": loss, "loss/train": loss})
             return loss
 
-    with pytest.raises(onecurve.DivergedUserError, match="the loss is nan at step 1: training diverged"):
+    with pytest.raises(
+        onecurve.DivergedUserError, match="the training loss is not finite at step 1: training diverged"
+    ):
         trainer(folder).fit(Diverges(), loader())
     (folder / "weights.ckpt").write_text("no checkpoint")
     with pytest.raises(onecurve.CheckpointUserError, match="is not a complete checkpoint"):
