@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 
 from onecurve.errors import DivergedUserError, UserError
