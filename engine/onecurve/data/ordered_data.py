@@ -14,6 +14,7 @@ from onecurve.data.batch import Batch, StepPart, StepParts, constant_weights, jo
 from onecurve.data.evaluation_loaders import EvaluationLoaders
 from onecurve.data.layout import BatchLayout, DataParallelInfo, Division, OneProcess, alone, data_parallel_info
 from onecurve.data.loader import examples, loaders_of
+from onecurve.data.module_data import ModuleTrainer
 from onecurve.data.sampler import total_steps
 from onecurve.data.training_loaders import TrainingLoaders
 from onecurve.errors import UserError
@@ -100,7 +101,12 @@ class OrderedData(L.LightningDataModule):
             UserError: if the order of a loader cannot be the engine's, there are too few samples, or the ranks' shares
                 do not suit the module.
         """
-        self.plain.trainer = cast(L.Trainer, OneProcess(cast(L.Trainer, self.trainer)))
+        trainer = cast(L.Trainer, self.trainer)
+        self.plain.trainer = cast(L.Trainer, OneProcess(trainer))
+        if self._module is not None:  # before its own `setup`, `configure_model` and `configure_optimizers`
+            self._module.trainer = ModuleTrainer(trainer, self.virtual_ranks if self.bit_exact else 1)
+        if stage == "fit":
+            self._training = None
         self._set_batch_size()
         with isolate_rng(include_cuda=False), alone():
             seed_generators(int(hash_ints(self.run_seed, SETUP)))
@@ -193,14 +199,14 @@ class OrderedData(L.LightningDataModule):
     def _before_transfer(self, part: StepPart, dataloader_idx: int) -> Any:
         if not isinstance(part.batch, Batch):
             self._seed(part)
-        return self._hook("on_before_batch_transfer")(part.batch, dataloader_idx)
+        return self._call_hook("on_before_batch_transfer", part, dataloader_idx)
 
     def _transfer(self, part: StepPart, device: torch.device, dataloader_idx: int) -> Any:
         if isinstance(part.batch, Batch) and part.batch.image.device == device:
             return part.batch  # Lightning's own check of this is slow
         if self.bit_exact:
             self._seed(part, 1)
-        return self._hook("transfer_batch_to_device")(part.batch, device, dataloader_idx)
+        return self._call_hook("transfer_batch_to_device", part, device, dataloader_idx)
 
     def _after_transfer(self, part: StepPart, dataloader_idx: int) -> Any:
         """Return what the steps of the module take.
@@ -209,12 +215,9 @@ class OrderedData(L.LightningDataModule):
         or the pair of a `Batch`.
         """
         self.begin_part(part)
-        is_batch = isinstance(part.batch, Batch)
-        if self.bit_exact and not is_batch:
+        if self.bit_exact and not isinstance(part.batch, Batch):
             self._seed(part, 2)
-        is_divided = not is_batch and self.division.is_divided
-        with refuse_draws("on_after_batch_transfer", is_divided, self._module.device.type):
-            batch = self._hook("on_after_batch_transfer")(part.batch, dataloader_idx)
+        batch = self._call_hook("on_after_batch_transfer", part, dataloader_idx)
         if not self._takes_batch:
             if not isinstance(batch, Batch):
                 return batch
@@ -280,6 +283,12 @@ class OrderedData(L.LightningDataModule):
         if steps is None:
             return trainer.max_steps if trainer.max_steps != -1 else None
         return total_steps(trainer.max_epochs, trainer.max_steps, steps)
+
+    def count_steps(self) -> int:
+        """Return `total_steps` to a module that asks for it while it makes its datasets."""
+        if self._training is None:
+            self._take_loaders("train")
+        return self.total_steps
 
     def evaluates(self, name: str) -> bool:
         """Return whether `val` or `test` has samples."""
@@ -371,10 +380,18 @@ class OrderedData(L.LightningDataModule):
             return weight.to(self._module.dtype)
         return constant_weights(len(weight), part_weight / len(weight), self._module.dtype, weight.device)
 
-    def _hook(self, name: str) -> Any:
-        """Return the DataModule's own hook, or else the module's, as Lightning would choose."""
+    def _call_hook(self, name: str, part: StepPart, *args: Any) -> Any:
+        """Call the DataModule's own hook, or else the module's, as Lightning would choose.
+
+        Raises:
+            UserError: if it draws random numbers for a part of a global batch, but for a `Batch`, whose samples have
+                numbers of their own.
+        """
         is_own = is_overridden(name, self.plain, L.LightningDataModule)
-        return getattr(self.plain if is_own else self._module, name)
+        is_users = is_own or is_overridden(name, self._module, L.LightningModule)
+        is_checked = is_users and self.division.is_divided and not isinstance(part.batch, Batch)
+        with refuse_draws(name, is_checked, self._module.device.type):
+            return getattr(self.plain if is_own else self._module, name)(part.batch, *args)
 
     @property
     def _any_loader(self) -> DataLoader[Any]:

@@ -45,7 +45,6 @@ from onecurve.run.bit_exact import BitExactness, num_threads
 from onecurve.run.checkpoint import LastCheckpoint, check_overwrites_nothing, find_checkpoint, monitoring
 from onecurve.run.division import DivisionCheck
 from onecurve.run.metric_states import MetricStates, VirtualMetrics
-from onecurve.run.module_trainer import ExperimentWorld
 from onecurve.run.predictions import PredictedSamples
 from onecurve.run.recorder import RunRecorder
 from onecurve.run.replicas import BufferCheck, EqualWeights, GatheredWeightCheck, ReplicaCheck
@@ -191,7 +190,6 @@ class Trainer(L.Trainer):
             # These end the run: a hung rank alone, or all ranks at the same step after a signal.
             Watchdog(folder, timeout),
             PreemptionHandler(folder),
-            ExperimentWorld(),
             *([EqualWeights()] if self._is_script else []),
             self._recorder,
             ExactResumption(),
