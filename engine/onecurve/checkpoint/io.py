@@ -2,11 +2,14 @@
 
 import logging
 import os
+import re
 import shutil
 import zipfile
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
@@ -15,6 +18,7 @@ from onecurve.checkpoint import sharded
 from onecurve.checkpoint.run_files import LAST, PREVIOUS
 from onecurve.errors import CheckpointUserError
 from onecurve.network.tensors import with_versions
+from onecurve.patches.torch import tree_map
 from onecurve.records.files import atomic_write
 
 _log = logging.getLogger(__name__)
@@ -25,6 +29,8 @@ _PLAIN_TYPES = (type(None), str, bytes, bool, int, float, Tensor)
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint under a temporary name, syncs it and renames it."""
 
+    _has_checked = False  # whether a file of this run was found readable, or named as not
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Path | str, storage_options: Any = None) -> None:
         """Write the file. A full disk ends in a UserError, and an existing file does not change."""
         file = Path(path)
@@ -33,6 +39,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             with atomic_write(file) as temporary:
                 with temporary.open("wb") as stream:
                     torch.save(_without_objects(checkpoint), stream)
+                self._check_is_readable(temporary)
                 if file.name == LAST and file.exists():
                     _link_or_copy(file, file.with_name(PREVIOUS))
             sharded.remove_unused_folders(file)  # also those of an earlier start under another strategy
@@ -41,6 +48,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             if not isinstance(cause, OSError):
                 raise
             raise write_error(file, cause) from error
+
+    def _check_is_readable(self, file: Path) -> None:
+        """Warn, at the first save, of an object for which the run could not be continued."""
+        if self._has_checked:
+            return
+        self._has_checked = True
+        try:
+            torch.load(file, weights_only=True, map_location="meta", mmap=True)
+        except UnpicklingError as error:
+            _log.warning("no run can go on from these checkpoints: each %s", _object_in(error))
 
     def load_checkpoint(self, path: Path | str, map_location: Any = "cpu", weights_only: Any = True) -> dict[str, Any]:
         """Read the file; it may contain only tensors and plain containers."""
@@ -51,9 +68,27 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         sharded.remove_unused_folders(Path(path))
 
 
+def _object_in(error: UnpicklingError) -> str:
+    """Return what torch says of a file with an object whose class only running code could load."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    name = found[1].strip("`'\".,") if found else "an object"
+    return (
+        f"contains {name}: let on_save_checkpoint and state_dict return numbers, texts, tensors and containers of them"
+    )
+
+
+def _without_numpy(value: Any) -> Any:
+    """Return a Python number for one of NumPy, such as a learning rate, and a tensor for an array of numbers."""
+    if isinstance(value, np.generic):
+        return value.item()
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else value
+
+
 def _without_objects(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint with those hyper-parameters of a module only that can be read without running code."""
+    """Return the checkpoint without what torch.load refuses: NumPy's numbers, and objects as hyper-parameters."""
     kept = {key: value for key, value in checkpoint.items() if key != _TYPE}
+    for key in [key for key in kept if not key.endswith("state_dict")]:  # which have versions as attributes
+        kept[key] = tree_map(_without_numpy, kept[key])
     if _HYPER_PARAMETERS in kept:
         kept[_HYPER_PARAMETERS] = {key: value for key, value in kept[_HYPER_PARAMETERS].items() if is_plain(value)}
     return kept
@@ -129,6 +164,8 @@ def check_is_complete(path: Path) -> None:
 def _corruption_error(path: Path | str, error: Exception, option: str) -> CheckpointUserError:
     if not Path(path).exists():
         return CheckpointUserError(f"{option}={path}: there is no such file")
+    if isinstance(error, UnpicklingError) and "Weights only" in str(error):
+        return CheckpointUserError(f"{option}={path} {_object_in(error)}")
     cause = str(error).split("\n")[0]
     return CheckpointUserError(f"{option}={path} is not a complete checkpoint ({cause}): use another")
 

@@ -33,13 +33,8 @@ class OrderedData(L.LightningDataModule):
     The DataModule sees a trainer of one process, so the batch size of its loaders is that of an optimizer step. Each
     loader is taken apart: this class keeps the dataset, `collate_fn`, the sampler and the options of workers. Random
     transforms of the dataset draw from the global generators, which are seeded for each sample. What callbacks,
-    checkpoints and loggers do with the data of a run reaches the DataModule.
-
-    The DataModule may have these attributes:
-
-    - `batch_size_per_device`: samples per process and micro-batch. If `batch_size` is None, it becomes their product.
-    - `has_pairs`: whether a sample needs its partner, half a global batch further on, in the same micro-batch and rank.
-    - `description`: some words for the banner.
+    checkpoints and loggers do with the data of a run reaches the DataModule. `onecurve/protocols.py` has the attributes
+    that it may offer.
 
     Args:
         plain: the user's DataModule.
@@ -146,7 +141,7 @@ class OrderedData(L.LightningDataModule):
         return loader
 
     def resume(self, epoch: int, steps: int, states: list[Any]) -> None:
-        """Let training start in an epoch of which so many steps are trained, with the `states_after` these steps."""
+        """Let training start in an epoch after so many steps, with the `states_after` these steps."""
         self._resumed = (epoch, steps, states)
         if self._training:  # a module that counts its steps in `setup` has asked for the loader already
             self._training.resume(epoch, steps, states)
@@ -381,12 +376,7 @@ class OrderedData(L.LightningDataModule):
         return constant_weights(len(weight), part_weight / len(weight), self._module.dtype, weight.device)
 
     def _call_hook(self, name: str, part: StepPart, *args: Any) -> Any:
-        """Call the DataModule's own hook, or else the module's, as Lightning would choose.
-
-        Raises:
-            UserError: if it draws random numbers for a part of a global batch, but for a `Batch`, whose samples have
-                numbers of their own.
-        """
+        """Call the DataModule's own hook, or else the module's, as Lightning would choose; refuse draws for a part."""
         is_own = is_overridden(name, self.plain, L.LightningDataModule)
         is_users = is_own or is_overridden(name, self._module, L.LightningModule)
         is_checked = is_users and self.division.is_divided and not isinstance(part.batch, Batch)

@@ -27,7 +27,8 @@ HARDWARE = """
     strategy.shard_optimizer strategy.bucket_cap_mb strategy.gradient_as_bucket_view
     strategy.replicas strategy.reshard_after_forward strategy.sharded_checkpoints strategy.stages strategy.schedule
     strategy.microbatches strategy.split strategy.data_parallel strategy.accelerator strategy.parallel_devices
-    strategy.cluster_environment strategy.checkpoint_io strategy.precision_plugin
+    strategy.cluster_environment strategy.checkpoint_io strategy.precision_plugin strategy.process_group_backend
+    strategy.start_method strategy.timeout
     callbacks.best.* callbacks.checkpoint.* callbacks.progress_bar.* callbacks.timeline.* callbacks.throughput.*
     callbacks.gradients.* callbacks.evaluation.* callbacks.samples.* callbacks.pruning.trial
 """.split()

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, Subset, get_worker_info
 from onecurve.errors import UserError
 from onecurve.patches.torch import tree_leaves
 
-EVALUATION, SETUP = -1, -2  # in place of an epoch
+EVALUATION, SETUP, EPOCH_START = -1, -2, -3  # in place of an epoch
 
 
 class SampleAxis(NamedTuple):

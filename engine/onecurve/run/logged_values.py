@@ -98,12 +98,13 @@ def _check_virtual(virtual: VirtualMetrics, name: str, value: Any, options: dict
             f"bit_exact=true: {name} is logged for each batch of an evaluation, of which processes have different "
             "numbers: log it with on_step=False"
         )
-    if virtual.is_in_pass or not (options["sync_dist"] and isinstance(value, Tensor) and dist.is_initialized()):
+    is_reduced = options["sync_dist"] or not is_training  # callbacks and schedules follow values of an evaluation
+    if virtual.is_in_pass or not (is_reduced and isinstance(value, Tensor) and dist.is_initialized()):
         return
     if any(other != value and not math.isnan(other) for other in gather_objects(float(value))):
         raise UserError(
             f"bit_exact=true: {name} is logged outside of a step of the module, and processes have different values, "
-            "from the batches that each has seen: log it in the step, or as a metric of torchmetrics"
+            "from the batches that each has seen: log it in the step, as a metric of torchmetrics, or after all_gather"
         )
 
 

@@ -19,6 +19,7 @@ from onecurve.identity.fingerprint import Experiment, continue_experiment, descr
 from onecurve.observe.csv import CSVLogger
 from onecurve.observe.guard import start_loggers
 from onecurve.observe.steps import trained_steps
+from onecurve.parallel.gather import gather_objects
 from onecurve.patches.torch import AnyBatchNorm
 from onecurve.records.events import append_event, append_resize, read_events
 from onecurve.records.files import CONFIG, atomic_write
@@ -67,6 +68,12 @@ class RunRecorder(L.Callback):
             )
         if not self._experiment and data.has_training_data:
             self._experiment = describe_experiment(self.config, data)
+            facts = gather_objects(self._experiment.options["training data"])
+            if any(other != facts[0] for other in facts):
+                raise UserError(
+                    "the ranks have different training data: split or shuffle it after the trainer is built, which "
+                    "seeds the generators, or with a generator of its own, as torch.Generator().manual_seed(0)"
+                )
             if self.config.launch.elastic and "ranks x micro-batches" in self._experiment.options:
                 raise UserError(
                     "launch.elastic=true changes the number of ranks, on which the curve of this run depends: set "

@@ -80,7 +80,8 @@ class StepInParts(Optimization):
                 outputs.append(output.extra)
         data.end_parts()
         table = passes.finish(log.rows())
-        log.log(results, table, is_complete=data.bit_exact)
+        with plugin.forward_context():  # a metric that Lightning moves to the device takes the default type
+            log.log(results, table, is_complete=data.bit_exact)
         loss = log.mean_loss(table)
         if loss is not None:
             plugin.post_backward(loss, module)

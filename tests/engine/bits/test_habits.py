@@ -58,6 +58,8 @@ def test_has_the_bits_of_one_process(
 class Collecting(Vectors):
     """Logs the mean of the batches that a process has evaluated."""
 
+    is_reduced = True
+
     def on_validation_epoch_start(self) -> None:
         self.losses: list[Tensor] = []
 
@@ -65,7 +67,11 @@ class Collecting(Vectors):
         self.losses.append(F.cross_entropy(self.net(batch[0]), batch[1]))
 
     def on_validation_epoch_end(self) -> None:
-        self.log("val_loss", torch.stack(self.losses).mean(), sync_dist=True)
+        self.log("val_loss", torch.stack(self.losses).mean(), sync_dist=self.is_reduced)
+
+
+class CollectingAlone(Collecting):
+    is_reduced = False
 
 
 class Gathering(Collecting):
@@ -91,8 +97,9 @@ def test_gathers_different_numbers_of_predictions(way: list[str], pool: Pool, fo
             assert record.metrics["val_acc"] == one["val_acc"]
 
 
-def test_refuses_a_value_of_the_batches_of_a_process(pool: Pool, folder: Path) -> None:
-    words = [*EXACT, VECTORS[0], f"+module._target_={__name__}.Collecting", "strategy=ddp", "trainer.devices=2"]
+@pytest.mark.parametrize("name", ["Collecting", "CollectingAlone"])
+def test_refuses_a_value_of_the_batches_of_a_process(name: str, pool: Pool, folder: Path) -> None:
+    words = [*EXACT, VECTORS[0], f"+module._target_={__name__}.{name}", "strategy=ddp", "trainer.devices=2"]
     with pytest.raises(RankFailed, match="val_loss is logged outside of a step of the module, and processes have"):
         fit_ranks(compose(folder, *words), pool)
 

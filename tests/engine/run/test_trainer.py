@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, RandomDataset
 from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import OmegaConf
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, random_split
 from torchmetrics import MeanMetric
 
 import onecurve
@@ -700,6 +700,126 @@ def fit_with_other_weights(folder: Path) -> None:
 def test_ranks_begin_with_the_same_weights(pool: Pool, folder: Path) -> None:
     with pytest.raises(RankFailed, match="the ranks begin with different weights: build the module after the trainer"):
         pool.run(2, fit_with_other_weights, folder)
+
+
+def fit_with_other_samples(folder: Path) -> None:
+    torch.manual_seed(int(os.environ["RANK"]))
+    data, _ = random_split(RandomDataset(32, 80), [64, 16])
+    logger = logging.getLogger("onecurve")
+    try:
+        one = trainer(folder, strategy="ddp", devices=2)
+        one.fit(Boring(), DataLoader(data, batch_size=8))
+    finally:  # the ranks of the pool last longer than a script
+        logger.handlers, logger.propagate, logger.level = [], True, logging.NOTSET
+
+
+def test_ranks_train_the_same_samples(pool: Pool, folder: Path) -> None:
+    with pytest.raises(RankFailed, match="the ranks have different training data: split or shuffle it after"):
+        pool.run(2, fit_with_other_samples, folder)
+
+
+class WorldOfSetup(Boring):
+    """Reads the number of processes, and of steps, in its `setup`."""
+
+    def setup(self, stage: str) -> None:
+        self.seen = (self.trainer.world_size, self.trainer.estimated_stepping_batches)
+
+
+class WithOwnLoader(WorldOfSetup):
+    def setup(self, stage: str) -> None:
+        self.data = RandomDataset(32, 64)
+        super().setup(stage)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.data, batch_size=8)
+
+
+@pytest.mark.parametrize("has_own", [True, False])
+def test_setup_sees_the_experiment(has_own: bool, folder: Path) -> None:
+    """Lightning sets the loaders of a module up before its callbacks."""
+    one = trainer(folder, bit_exact=True, max_epochs=2)
+    module = WithOwnLoader() if has_own else WorldOfSetup()
+    one.fit(module, None if has_own else loader())
+    assert module.seen == (4, 16)
+
+
+class NumPyNumbers(Boring):
+    """Has numbers of NumPy where a checkpoint keeps them."""
+
+    def __init__(self, temperature: Any = 1.0) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01 * np.sqrt(2))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["table"] = np.arange(3)
+
+
+def test_numbers_of_numpy_are_saved(folder: Path) -> None:
+    trainer(folder).fit(NumPyNumbers(np.sqrt(32)), loader())
+    trainer(folder, max_epochs=2).fit(NumPyNumbers(np.sqrt(32)), loader(), ckpt_path="last")
+    last = folder / "checkpoints" / "last.ckpt"
+    assert NumPyNumbers.load_from_checkpoint(last).hparams["temperature"] == np.sqrt(32)
+    assert torch.load(last)["table"].tolist() == [0, 1, 2]
+
+
+def test_names_an_object_that_no_run_could_read(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Saves(Boring):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["path"] = Path("data")
+
+    trainer(folder).fit(Saves(), loader())
+    assert "no run can go on from these checkpoints: each contains pathlib" in caplog.text
+    with pytest.raises(onecurve.CheckpointUserError, match=r"contains pathlib\S*: let on_save_checkpoint"):
+        trainer(folder, max_epochs=2).fit(Saves(), loader(), ckpt_path="last")
+
+
+def test_draws_at_the_start_of_an_epoch_are_those_of_the_epoch(folder: Path) -> None:
+    class Draws(Boring):
+        drawn: float
+
+        def on_train_epoch_start(self) -> None:
+            self.drawn = float(torch.rand(())) + float(np.random.rand())
+
+    module, resumed = Draws(), Draws()
+    trainer(folder / "whole", max_epochs=2).fit(module, loader())
+    trainer(folder / "two").fit(Draws(), loader())
+    trainer(folder / "two", max_epochs=2).fit(resumed, loader(), ckpt_path="last")
+    assert module.drawn == resumed.drawn
+
+
+def test_a_metric_of_micro_batches_keeps_its_precision(folder: Path) -> None:
+    class Measures(Boring):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric = MeanMetric()
+            self.types = set[torch.dtype]()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(self(batch))
+            self.types.add(self.metric.dtype)
+            self.metric(loss)
+            self.log("metric", self.metric, on_step=True, on_epoch=True)
+            return loss
+
+    module = Measures()
+    trainer(folder, accumulate_grad_batches=2, precision="64-true").fit(module, loader())
+    assert module.types == {torch.float64}
+
+
+def fit_again_on_ranks(folder: Path) -> int:
+    one = trainer(folder, strategy="ddp", devices=2)
+    one.fit(Boring(), loader())
+    one.test(Boring(), loader())
+    one.fit_loop.max_epochs = 2
+    one.fit(Boring(), loader(), ckpt_path="last")
+    return one.global_step
+
+
+def test_ranks_fit_again_after_a_test(pool: Pool, folder: Path) -> None:
+    assert pool.run(2, fit_again_on_ranks, folder) == [16, 16]
 
 
 def test_a_batch_sampler_without_a_batch_leaves_validation_out(folder: Path) -> None:
