@@ -74,7 +74,8 @@ class Optimization(_AutomaticOptimization):
     # What the closure calls.
     forward_pass = _AutomaticOptimization._training_step
     backward_pass = _AutomaticOptimization._make_backward_fn
-    gradient_reset = _AutomaticOptimization._make_zero_grad_fn
+    reset_gradients = _AutomaticOptimization._optimizer_zero_grad
+    call_before_reset = _AutomaticOptimization._on_before_zero_grad
 
 
 class Results(_ResultCollection):

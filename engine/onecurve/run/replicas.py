@@ -194,7 +194,8 @@ class BufferCheck(L.Callback):
         if self._is_due:
             self._before = {name: buffer.clone() for name, buffer in _divided_buffers(trainer, pl_module).items()}
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+    def on_before_zero_grad(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        """Compare after all passes, and before the module's own hook."""
         if not self._is_due:
             return
         self._is_due = False

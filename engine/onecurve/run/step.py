@@ -8,7 +8,8 @@ fewer samples than others is weighted by them, so that the mean over the ranks i
 
 In a step these follow each other: the objects of the passes are made; for each part its context begins, which tells
 the data and the random numbers what part it is, then come the forward pass, in the first part the reset of the
-gradients, and the backward pass; at the end the passes are finished, and what they have logged is logged once.
+gradients, and the backward pass; at the end the passes are finished, the hook `on_before_zero_grad` is called, and what
+the passes have logged is logged once.
 """
 
 from collections.abc import Callable, Iterator
@@ -55,7 +56,7 @@ class StepInParts(Optimization):
         trainer, data, outputs = self.trainer, self.trainer.datamodule, list[Any]()
         results, log = results_of(trainer.fit_loop.epoch_loop), PassLog(trainer.strategy.root_device)
         plugin, module = trainer.precision_plugin, trainer.lightning_module
-        zero_grad, backward = self.gradient_reset(step, optimizer), self.backward_pass(optimizer)
+        backward = self.backward_pass(optimizer)
         divisor = data.virtual_ranks if data.bit_exact else data.accumulate  # parts of a batch that add up to its mean
         # Only the first step of a run is checked for what a pass changes unseen.
         hidden = hidden_state(module) if step == 0 and trainer.current_epoch == 0 else None
@@ -69,8 +70,8 @@ class StepInParts(Optimization):
                     if number == 0:
                         if hidden is not None:
                             check_hidden_state(module, hidden)
-                        if zero_grad:
-                            zero_grad()
+                        if backward:
+                            self.reset_gradients(step, optimizer)
                         if isinstance(passes, _VirtualRankPasses):  # what the module does not reset is of the step
                             passes.virtual.keep_gradients()
                     if backward and output.closure_loss is not None:
@@ -80,6 +81,8 @@ class StepInParts(Optimization):
                 outputs.append(output.extra)
         data.end_parts()
         table = passes.finish(log.rows())
+        if backward:  # not within the first pass: the others would see what the hook changes, such as an average
+            self.call_before_reset(optimizer)
         with plugin.forward_context():  # a metric that Lightning moves to the device takes the default type
             log.log(results, table, is_complete=data.bit_exact)
         loss = log.mean_loss(table)

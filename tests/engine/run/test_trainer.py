@@ -809,6 +809,40 @@ def test_a_metric_of_micro_batches_keeps_its_precision(folder: Path) -> None:
     assert module.types == {torch.float64}
 
 
+class AveragesBeforeReset(Boring):
+    """Lets a target follow the weights in a hook between the forward and the backward pass, as in BYOL, and counts."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = torch.nn.Linear(32, 2).requires_grad_(False)
+        self.register_buffer("count", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            target = self.target(batch)
+        return torch.nn.functional.mse_loss(self(batch), target)
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.count += 1
+        with torch.no_grad():
+            for weight, average in zip(self.layer.parameters(), self.target.parameters(), strict=True):
+                average.mul_(0.9).add_(weight, alpha=0.1)
+
+
+@pytest.mark.parametrize("parts", [{"accumulate_grad_batches": 2}, {"bit_exact": True}])
+def test_a_hook_before_the_reset_sees_a_whole_step(parts: dict[str, Any], folder: Path) -> None:
+    found = []
+    for name, options in {"whole": {}, "parts": parts}.items():
+        one = trainer(folder / name, max_epochs=2, precision="64-true", **options)
+        module = AveragesBeforeReset()
+        one.fit(module, loader())
+        found.append(module.state_dict())
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-12, atol=1e-12)
+
+
 def fit_again_on_ranks(folder: Path) -> int:
     one = trainer(folder, strategy="ddp", devices=2)
     one.fit(Boring(), loader())

@@ -68,7 +68,7 @@ class ShortEpochs(L.LightningModule):
     [
         (
             [
-                "+module._target_=tests.engine.run.test_parts.ShortEpochs",
+                "+module._target_=tests.engine.run.test_step.ShortEpochs",
                 "+data._target_=tests.support.habits.VectorData",
             ],
             4,
@@ -76,7 +76,7 @@ class ShortEpochs(L.LightningModule):
         (
             [
                 "+module._target_=tests.support.habits.Vectors",
-                "+data._target_=tests.engine.run.test_parts.Shorter",
+                "+data._target_=tests.engine.run.test_step.Shorter",
                 "+trainer.reload_dataloaders_every_n_epochs=1",
             ],
             6,
