@@ -1,8 +1,15 @@
 """A loss that does not divide by samples is found in the first step on ranks or micro-batches."""
 
+import copy
+import random
+import threading
+from collections import Counter, defaultdict, deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -190,6 +197,142 @@ def test_modules_are_as_before() -> None:
     assert net.numbers is held
     assert not hasattr(net, "new")
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+class Meter:
+    """A sum and a count, one of them in a slot."""
+
+    __slots__ = ("__dict__", "count")
+
+    def __init__(self) -> None:
+        self.sum, self.count, self.history = 0.0, 0, list[float]()
+
+    def update(self, value: float) -> None:
+        self.sum, self.count = self.sum + value, self.count + 1
+        self.history.append(value)
+
+
+class Kept(nn.Module):
+    """Holds state of every kind that a step may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        self.meter, self.namespace = Meter(), SimpleNamespace(seen=0)
+        self.table: dict[str, Any] = {"train": [1], "val": {"deep": [{"x": 1}]}, "tensors": [torch.ones(2)]}
+        self.lists = defaultdict[str, list[int]](list, a=[1])
+        self.counts, self.queue = Counter("ab"), deque([1, 2], maxlen=2)
+        self.array, self.several = np.ones(2), (Meter(), {1})
+        self.generators: list[Any] = [
+            torch.Generator(),
+            np.random.default_rng(0),
+            np.random.RandomState(0),
+            random.Random(0),
+        ]
+        self.hidden = [nn.Linear(2, 2)]  # no submodule
+        self.data, self.owner = TensorDataset(torch.ones(2)), L.Trainer(logger=False, barebones=True)
+        self.files = [threading.Lock(), iter([1]), self]
+
+    def change(self) -> None:
+        with torch.no_grad():
+            self.weight.mul_(0.99)
+            self.other.data = torch.zeros(3)
+            self.hidden[0].weight.zero_()
+        self.table["train"].append(2)
+        self.table["val"]["deep"][0]["x"] = 2
+        self.table["tensors"][0].zero_()
+        self.table["new"] = 1
+        self.lists["a"].append(2)
+        self.lists["b"].append(1)
+        self.counts.update("bc")
+        self.queue.append(3)
+        self.meter.update(1.0)
+        self.several[0].update(1.0)
+        self.several[1].add(2)
+        self.namespace.seen += 1
+        self.array += 1
+        self.numbers()
+
+    def numbers(self) -> list[Any]:
+        torch_generator, *numpy_generators, python = self.generators
+        draws = [float(generator.uniform()) for generator in numpy_generators]
+        return [float(torch.rand((), generator=torch_generator)), *draws, python.random()]
+
+    def state(self) -> Any:
+        weights = [self.weight.tolist(), self.other.tolist(), self.hidden[0].weight.tolist(), self.array.tolist()]
+        meters = [(meter.sum, meter.count, meter.history) for meter in (self.meter, self.several[0])]
+        kept = [self.table, dict(self.lists), self.counts, self.queue, self.several[1], self.namespace.seen]
+        return copy.deepcopy(str([weights, meters, kept]))
+
+
+def test_all_that_a_pass_changes_is_as_before() -> None:
+    kept = Kept()
+    held = [kept.table["train"], kept.meter, kept.queue, kept.lists["a"], kept.weight, kept.other, kept.data]
+    before, memory = kept.state(), kept.other.data_ptr()
+    with unchanged(kept.modules()) as restore:
+        draws = kept.numbers()
+        for _ in range(2):
+            restore()
+            assert kept.state() == before
+            assert kept.numbers() == draws
+            kept.change()
+    assert kept.state() == before
+    assert kept.numbers() == draws
+    assert kept.other.data_ptr() == memory
+    now = [kept.table["train"], kept.meter, kept.queue, kept.lists["a"], kept.weight, kept.other, kept.data]
+    assert all(one is other for one, other in zip(now, held, strict=True))
+
+
+class Collects(Vectors):
+    """Logs means of what its steps have put into containers and an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outs: dict[str, list[Tensor]] = {"train": [], "val": []}
+        self.lists, self.queue, self.meter = defaultdict[str, list[float]](list), deque[float](maxlen=100), Meter()
+
+    def mean(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        with torch.no_grad():  # a constraint, which a second time changes nothing
+            for weight in self.net.parameters():
+                weight.clamp_(-0.9, 0.9)
+        loss = super().mean(x, y, batch_idx)
+        self.outs["train"].append(loss.detach())
+        self.lists["train"].append(float(loss.detach()))
+        self.queue.append(float(loss.detach()))
+        self.meter.update(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.outs["val"].append((self.net(batch[0]).argmax(1) == batch[1]).float())
+
+    def on_train_epoch_end(self) -> None:
+        means: list[Any] = [torch.stack(self.outs["train"]).mean(), np.mean(self.lists["train"]), np.mean(self.queue)]
+        means.append(self.meter.sum / self.meter.count)
+        self.log_dict({f"mean_{number}": float(mean) for number, mean in enumerate(means)}, sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_acc", self.all_gather(torch.cat(self.outs["val"])).mean())
+        self.outs["val"].clear()
+
+
+@pytest.mark.parametrize("divided", DIVIDED, ids=" ".join)
+def test_containers_and_objects_of_a_module_get_no_pass_of_the_check(
+    divided: list[str], pool: Pool, folder: Path
+) -> None:
+    words = [*OWN[:-1], f"+data._target_={__name__}.EvenData", f"+module._target_={__name__}.Collects"]
+    words.append("trainer.precision=64-true")
+    one = fit(compose(folder / "one", *words)).metrics
+    for record in fit_ranks(compose(folder / "two", *words, *divided), pool):
+        for name in ("val_acc", "mean_0", "mean_1", "mean_2", "mean_3"):
+            assert record.metrics[name] == pytest.approx(one[name], rel=1e-6), name
+
+
+class EvenData(VectorData):
+    """Batches that divide evenly, so that a plain mean of parts is that of the samples."""
+
+    def _samples(self, count: int, seed: int) -> TensorDataset:
+        return super()._samples(count // 32 * 32, seed)
 
 
 class CountsItsSteps(Vectors):
