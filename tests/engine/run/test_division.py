@@ -19,7 +19,8 @@ from torchmetrics import MeanMetric
 
 from onecurve.errors import UserError
 from onecurve.network.module_state import unchanged
-from onecurve.run.experiment import run_experiment
+from onecurve.run.division import DivisionCheck
+from onecurve.run.experiment import assemble, run_experiment
 from tests.support.habits import VectorData, Vectors
 from tests.support.pool import Pool, RankFailed
 from tests.support.runs import compose, fit, fit_ranks
@@ -333,6 +334,31 @@ class EvenData(VectorData):
 
     def _samples(self, count: int, seed: int) -> TensorDataset:
         return super()._samples(count // 32 * 32, seed)
+
+
+class Momentum(Vectors):
+    """Begins a step with an update of its encoder and of a schedule, and so is the mean of samples in each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.annealer = {"steps": [0]}
+
+    def mean(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        self.annealer["steps"][0] += 1
+        with torch.no_grad():
+            for student, teacher in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
+                teacher.mul_(0.9).add_(0.1 * student + 0.1)
+            target = self.teacher(x)
+        return F.mse_loss(self.net(x), target) / self.annealer["steps"][0]
+
+
+def test_each_pass_of_the_check_begins_with_the_same_module(folder: Path) -> None:
+    words = [*OWN, f"+module._target_={__name__}.Momentum"]
+    trainer, module, data = assemble(compose(folder, *words))
+    check = next(callback for callback in trainer.callbacks if isinstance(callback, DivisionCheck))
+    check.is_always_due = True  # on one process, which has no passes that begin anew
+    trainer.fit(module, datamodule=data)
+    assert check.result.endswith("samples is the mean of those of their halves")
 
 
 class CountsItsSteps(Vectors):
