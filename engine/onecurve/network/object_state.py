@@ -3,7 +3,7 @@
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import MemberDescriptorType
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -75,8 +75,26 @@ class Snapshot:
             self._restores.append(restore)
 
 
-def parts_of(value: Any) -> list[Any]:
-    """Return the objects in a container or plain object, but for numbers and strings."""
+def leaves_of(value: Any) -> Iterator[Any]:
+    """Yield the numbers, arrays and tensors that an object holds, but for weights; a generator holds its state."""
+    queue, seen, size = deque([value]), dict[int, Any](), 0
+    while queue:
+        value = queue.popleft()
+        if isinstance(value, int | float | complex | np.number):
+            yield value
+        elif isinstance(value, Tensor | np.ndarray):
+            size += value.nbytes
+            is_state = value.dtype.kind in "biufc" if isinstance(value, np.ndarray) else _is_dense(value)
+            if is_state and size <= _MOST_BYTES and not isinstance(value, nn.Parameter):
+                yield value
+        elif id(value) not in seen:
+            seen[id(value)] = value
+            queue.append(generator_state(value))
+            queue.extend(parts_of(value, with_atoms=True))
+
+
+def parts_of(value: Any, with_atoms: bool = False) -> list[Any]:
+    """Return the objects in a container or plain object, with or without numbers and strings."""
     parts: Collection[Any]
     if isinstance(value, dict):
         parts = value.values()
@@ -84,7 +102,7 @@ def parts_of(value: Any) -> list[Any]:
         parts = value
     else:
         parts = list(_attributes_of(value).values()) if _is_open(value) else []
-    return [part for part in parts if type(part) not in _ATOMS] if len(parts) <= _MANY else []
+    return [part for part in parts if with_atoms or type(part) not in _ATOMS] if len(parts) <= _MANY else []
 
 
 def generator_state(value: Any) -> Any:
@@ -116,10 +134,14 @@ def _restore_of_array(value: Any) -> Restore | None:
 @torch.no_grad()
 def restore_of_tensor(tensor: Tensor) -> Restore | None:
     """Return a function that gives a tensor its values back, and its memory after `tensor.data = ...`."""
-    if is_lazy(tensor) or tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:
+    if not _is_dense(tensor):
         return None
     data = to_local(tensor).detach()
     return partial(_restore_tensor, tensor, data, data.clone())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return not (is_lazy(tensor) or tensor.is_meta or tensor.is_nested) and tensor.layout is torch.strided
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from onecurve.parallel.batch_norm import grouped_norms
 from onecurve.parallel.virtual_ranks import VirtualRanks
 from onecurve.patches.lightning_loops import Closure, ClosureResult, Optimization, gradient_sync, results_of
 from onecurve.random.random_functions import RandomNumbers, sample_random
-from onecurve.run.hidden_state import check_hidden_state, hidden_state
+from onecurve.run.hidden_state import HiddenStateCheck
 from onecurve.run.metric_states import VirtualMetrics
 from onecurve.run.pass_log import PassLog, have_equal_names
 
@@ -58,7 +58,8 @@ class StepInParts(Optimization):
         zero_grad, backward = self.gradient_reset(step, optimizer), self.backward_pass(optimizer)
         divisor = data.virtual_ranks if data.bit_exact else data.accumulate  # parts of a batch that add up to its mean
         # Only the first step of a run is checked for what a pass changes unseen.
-        hidden = hidden_state(module) if step == 0 and trainer.current_epoch == 0 else None
+        is_first = step == 0 and trainer.current_epoch == 0
+        hidden = HiddenStateCheck(module, data.bit_exact) if is_first else None
         passes = _VirtualRankPasses(trainer, step) if data.bit_exact else _MicroBatchPasses(trainer)
         # `post_backward` calls `on_after_backward`, which waits for the complete gradient.
         with mock.patch.object(plugin, "post_backward", lambda loss, module: loss.detach()):
@@ -66,9 +67,9 @@ class StepInParts(Optimization):
                 with passes.one_pass(number, part), computation():
                     with results.divert(log):
                         output = self.forward_pass(kwargs | {"batch": part.batch})
+                    if hidden is not None:
+                        hidden.end_forward(number)
                     if number == 0:
-                        if hidden is not None:
-                            check_hidden_state(module, hidden)
                         if zero_grad:
                             zero_grad()
                         if isinstance(passes, _VirtualRankPasses):  # what the module does not reset is of the step
