@@ -40,9 +40,10 @@ class HiddenStateCheck:
             self._check_attributes()
         if number == (0 if self._bit_exact else 1):
             self._check_trained()
-        # The copies would need memory in the backward pass.
-        self._attributes, self._frozen = {}, {}
-        self._trained = {} if number or self._bit_exact else _weights(self._module, are_trained=True)
+        # The backward pass needs the memory of the device.
+        self._attributes, self._frozen, self._trained = {}, {}, {}
+        if number == 0 and not self._bit_exact:
+            self._trained = {name: weight.cpu() for name, weight in _weights(self._module, are_trained=True).items()}
 
     def _check_frozen(self) -> None:
         for name, weight, before in self._pairs(self._frozen):
@@ -74,7 +75,8 @@ class HiddenStateCheck:
     def _pairs(self, before: dict[str, Tensor]) -> list[tuple[str, Tensor, Tensor]]:
         weights = {name: to_local(weight.detach()) for name, weight in self._module.named_parameters()}
         shared = sorted(weights.keys() & before.keys())
-        return [(name, weights[name], before[name]) for name in shared if weights[name].shape == before[name].shape]
+        pairs = [(name, weights[name], before[name].to(weights[name].device)) for name in shared]
+        return [(name, weight, other) for name, weight, other in pairs if weight.shape == other.shape]
 
 
 def _weights(module: nn.Module, are_trained: bool) -> dict[str, Tensor]:

@@ -40,6 +40,8 @@ LOGGED_COLUMNS = 64  # processes exchange tables with a multiple of so many colu
 class StepInParts(Optimization):
     """Runs `training_step` and the backward pass for each part; Lightning goes on with clipping and the optimizer."""
 
+    checked_module: Any = None  # whose first step was checked
+
     def make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
         data, results = self.trainer.datamodule, results_of(self.trainer.fit_loop.epoch_loop)
         takes_weights = getattr(self.trainer.lightning_module, "takes_batch", False)
@@ -57,8 +59,8 @@ class StepInParts(Optimization):
         plugin, module = trainer.precision_plugin, trainer.lightning_module
         zero_grad, backward = self.gradient_reset(step, optimizer), self.backward_pass(optimizer)
         divisor = data.virtual_ranks if data.bit_exact else data.accumulate  # parts of a batch that add up to its mean
-        # Only the first step of a run is checked for what a pass changes unseen.
-        is_first = step == 0 and trainer.current_epoch == 0
+        # Only the first step is checked for what a pass changes unseen, also of a run that continues.
+        is_first, self.checked_module = self.checked_module is not module, module
         hidden = HiddenStateCheck(module, data.bit_exact) if is_first else None
         passes = _VirtualRankPasses(trainer, step) if data.bit_exact else _MicroBatchPasses(trainer)
         # `post_backward` calls `on_after_backward`, which waits for the complete gradient.

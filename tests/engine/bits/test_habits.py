@@ -18,6 +18,7 @@ from onecurve.errors import UserError
 from tests.support.bits import check_equal_bits, rows_of
 from tests.support.comparison import TOLERANCE, distances
 from tests.support.habits import Vectors
+from tests.support.interruption import die
 from tests.support.pool import Pool, RankFailed
 from tests.support.runs import Record, compose, fit, fit_ranks
 
@@ -121,6 +122,14 @@ def test_names_an_attribute_that_a_pass_changes(folder: Path, caplog: pytest.Log
     fit(compose(folder, *EXACT, VECTORS[0], f"+module._target_={__name__}.Scaled"))
     (message,) = [record.getMessage() for record in caplog.records if "training_step changes" in record.getMessage()]
     assert "changes scale: each process changes its own" in message
+
+
+def test_a_continued_run_names_it_too(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = [*EXACT, VECTORS[0], f"+module._target_={__name__}.Scaled"]
+    die(compose(folder, *words), "on_train_batch_end", 3)
+    caplog.clear()
+    fit(compose(folder, *words, f"ckpt_path={folder}/died.ckpt"))
+    assert caplog.text.count("training_step changes scale") == 1
 
 
 class Unseen(Vectors):
