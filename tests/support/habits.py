@@ -84,6 +84,19 @@ class Vectors(L.LightningModule):
         return torch.optim.Adam(self.net.parameters(), 0.01)
 
 
+class Meter:
+    """A sum and a count, one of them in a slot."""
+
+    __slots__ = ("__dict__", "count")
+
+    def __init__(self) -> None:
+        self.sum, self.count, self.history = 0.0, 0, list[float]()
+
+    def update(self, value: float) -> None:
+        self.sum, self.count = self.sum + value, self.count + 1
+        self.history.append(value)
+
+
 class Counting(Vectors):
     """What counts batches: logs of every kind and in every hook, metrics, and numbers of the module itself."""
 

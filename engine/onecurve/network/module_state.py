@@ -1,15 +1,16 @@
 """Computing with modules without a trace: in another mode, without logs, with their state restored."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import lightning as L
-import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from onecurve.network.tensors import to_local
+from onecurve.network.object_state import Restore, Snapshot, restore_of_tensor
 
 _INTERNAL = vars(nn.Module()).keys()  # attributes of torch's own
 
@@ -32,30 +33,61 @@ def without_log(module: L.LightningModule) -> Any:
 
 
 @contextmanager
-def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore the attributes of modules, such as the states of metrics, their buffers, and frozen weights.
+def unchanged(modules: Iterable[nn.Module]) -> Iterator[Restore]:
+    """Restore all that a pass may change in modules; the context's value is a function that does so in between.
 
-    Lists and dictionaries get their elements back; what other objects hold is not restored. A buffer keeps its shape.
+    Modules get their attributes back, buffers and weights; containers, plain objects and generators of random numbers
+    that are attributes get back what they held (`Snapshot`). A buffer keeps its shape.
     """
-    attributes = [(part, {name: _copy(value) for name, value in _attributes(part).items()}) for part in modules]
-    buffers = [(part, _buffers_of(part), set(dir(part))) for part, _ in attributes]
-    tensors = []
-    for part, _ in attributes:
-        frozen = [weight for weight in part.parameters(recurse=False) if not weight.requires_grad]
-        tensors += [(tensor, tensor.clone()) for tensor in map(to_local, [*frozen, *part.buffers(recurse=False)])]
+    snapshot = _ModuleSnapshot(modules)
     try:
-        yield
+        yield snapshot.restore
     finally:
-        for part, before in attributes:
-            for name in _attributes(part).keys() - before.keys():
-                vars(part).pop(name)
-            for name, value in before.items():
-                _restore(part, name, value)
-        for part, before, names in buffers:
-            _restore_buffers(part, before, names)
-        with torch.no_grad():
-            for tensor, values in tensors:
-                tensor.copy_(values)
+        snapshot.restore()
+
+
+class _ModuleSnapshot(Snapshot):
+    """Copies of what modules hold, also those that are in a container and so no parts of others."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self._parts = set(modules)
+        self.add(self._parts)
+
+    def record(self, value: Any) -> Sequence[Any]:
+        if not isinstance(value, nn.Module):
+            return super().record(value)
+        attributes, weights, buffers = _attributes(value), _weights_of(value), _buffers_of(value)
+        self.keep(partial(_restore_attributes, value, attributes))
+        self.keep(partial(_restore_weights, value, weights))
+        self.keep(partial(_restore_buffers, value, buffers, set(dir(value))))
+        for tensor in [*weights.values(), *buffers.values(), *attributes.values()]:
+            if isinstance(tensor, Tensor) and self.is_new(tensor):
+                self.keep(restore_of_tensor(tensor))
+        others = [] if value in self._parts else value.children()
+        return [*attributes.values(), *others]
+
+
+def _attributes(part: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(part).items() if name not in _INTERNAL}
+
+
+def _restore_attributes(part: nn.Module, before: dict[str, Any]) -> None:
+    for name in _attributes(part).keys() - before.keys():
+        vars(part).pop(name)
+    vars(part).update(before)
+
+
+def _weights_of(part: nn.Module) -> dict[str, Tensor]:
+    return dict(part.named_parameters(recurse=False, remove_duplicate=False))
+
+
+def _restore_weights(part: nn.Module, before: dict[str, Tensor]) -> None:
+    """Give a module its own weights back, but for those of FSDP, which itself sets gathered and sharded ones."""
+    now = _weights_of(part)
+    for name, weight in before.items():
+        if now.get(name) is not weight and not any(isinstance(each, DTensor) for each in (weight, now.get(name))):
+            setattr(part, name, weight)
 
 
 def _buffers_of(part: nn.Module) -> dict[str, Tensor]:
@@ -75,25 +107,3 @@ def _restore_buffers(part: nn.Module, before: dict[str, Tensor], names: set[str]
             part.register_buffer(name, buffer)
         else:
             setattr(part, name, buffer)
-
-
-def _attributes(part: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(part).items() if name not in _INTERNAL}
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    return type(value)(value) if type(value) in (list, dict, set) else value
-
-
-def _restore(part: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute; a list or dictionary stays the same object, which others may hold."""
-    now = vars(part).get(name)
-    if type(value) is list and type(now) is list:
-        now[:] = value
-    elif type(value) in (dict, set) and type(now) is type(value):
-        now.clear()
-        now.update(value)
-    else:
-        vars(part)[name] = value

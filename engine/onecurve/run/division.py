@@ -2,7 +2,7 @@
 
 import logging
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any, NamedTuple
@@ -145,15 +145,17 @@ def _are_close(whole: _Pass, halves: list[_Pass], name: str, tolerance: float, r
 def _passes(trainer: Any, step: str, first: int, count: int) -> list[_Pass] | str:
     """Compute the passes of both halves of `count` samples, and of all of them, without a trace in the run.
 
+    Each begins with the same module, of which a step may update an average of weights or a schedule.
     Every rank must call it. If a pass of any rank raises an error, all get the text of an error in place of the passes.
     """
     middle, last = first + count // 2, first + count
     spans = [(first, middle), (middle, last), (first, last)]
     passes, problem = list[_Pass](), "another rank could not"
     try:
-        with _as_before(trainer, trainer.lightning_module):
+        with _as_before(trainer, trainer.lightning_module) as restore:
             batches = trainer.datamodule.example_batches(spans, evaluates=step == "validation_step")
             for batch, (start, end) in zip(batches, spans, strict=True):
+                restore()
                 passes.append(_pass(trainer, step, batch, end - start))
     except Exception as error:
         passes, problem = [], str(error)
@@ -189,21 +191,24 @@ def _logged_means(calls: list[Any], samples: int) -> Iterator[tuple[str, tuple[f
 
 
 @contextmanager
-def _as_before(trainer: Any, module: L.LightningModule) -> Iterator[None]:
-    """Undo what the check does: to the generators, the samples of the step, and the module."""
+def _as_before(trainer: Any, module: L.LightningModule) -> Iterator[Callable[[], None]]:
+    """Undo what the check does: to the generators, the samples of the step, and the module.
+
+    The value of the context is a function that restores the module in between.
+    """
     data, parts = trainer.datamodule, trainer.datamodule.parts
     refuse = mock.Mock(side_effect=RuntimeError("it communicates between ranks"))
     with (
         isolate_rng(),
         torch.no_grad(),
         set_mode(module, training=False),
-        unchanged(module.modules()),
-        without_log(module),
+        without_log(module),  # first, as the module keeps it when it is restored
+        unchanged(module.modules()) as restore,
         mock.patch.multiple(trainer.strategy, reduce=refuse, all_gather=refuse),
         mock.patch.dict(vars(sample_random)),
     ):
         try:
-            yield
+            yield restore
         finally:
             data.parts = parts
             data.end_parts()

@@ -1,66 +1,129 @@
 """A check for what a pass of a micro-batch or virtual rank changes, and no strategy adds over them."""
 
+import copy
 import logging
 from typing import Any
 
 import lightning as L
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from onecurve.errors import UserError
+from onecurve.network.object_state import leaves_of
 from onecurve.network.tensors import to_local
 from onecurve.random.seeding import are_equal
 
 _log = logging.getLogger(__name__)
 _LIGHTNINGS = vars(L.LightningModule()).keys()  # attributes of any module
+_ROUNDINGS = 16  # of the largest element of a weight, by which a second normalization may change it
 
 
-def hidden_state(module: nn.Module) -> dict[str, Any]:
-    """Return, by name, copies of what a pass could change and no other process would see.
+class HiddenStateCheck:
+    """Warns of attributes that a pass changes, and refuses changed weights: processes or micro-batches would differ.
 
-    It is neither trained nor a buffer: frozen weights, and numbers and tensors that are attributes. Lists and what a
-    library keeps outside of the module are not found.
+    A trained weight may be written in each pass if a second pass changes nothing, as a constraint or a normalization
+    does; with bit_exact=true it may not, as the second one rounds. What a library keeps outside of the module is not
+    found. Weights that FSDP gathers for the pass have another shape: `GatheredWeightCheck` compares frozen ones.
     """
-    weights = module.named_parameters()
-    state: dict[str, Any] = {name: to_local(weight) for name, weight in weights if not weight.requires_grad}
-    state |= attributes(module)
-    return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
+    def __init__(self, module: nn.Module, bit_exact: bool) -> None:
+        self._module, self._bit_exact = module, bit_exact
+        self._attributes, self._frozen = _hidden_attributes(module), _weights(module, are_trained=False)
+        self._trained = _weights(module, are_trained=True) if bit_exact else {}
 
-def check_hidden_state(module: nn.Module, before: dict[str, Any]) -> None:
-    """Warn of attributes that differ from those before a pass; refuse changed frozen weights: replicas would differ.
+    def end_forward(self, number: int) -> None:
+        """Compare with the state before, after the forward pass of a micro-batch or virtual rank of the step."""
+        if number == 0:
+            self._check_frozen()
+            self._check_attributes()
+        if number == (0 if self._bit_exact else 1):
+            self._check_trained()
+        # The backward pass needs the memory of the device.
+        self._attributes, self._frozen, self._trained = {}, {}, {}
+        if number == 0 and not self._bit_exact:
+            self._trained = {name: weight.cpu() for name, weight in _weights(self._module, are_trained=True).items()}
 
-    Frozen weights that FSDP gathers for the pass have another shape: `GatheredWeightCheck` compares them.
-    """
-    now, weights = hidden_state(module), dict(module.named_parameters())
-    gathered = {name for name in weights.keys() & now.keys() & before.keys() if now[name].shape != before[name].shape}
-    changed = sorted(name for name in now.keys() - gathered if not _is_same(now[name], before.get(name)))
-    for name in changed:
-        if name in weights:
-            raise UserError(
-                f"the frozen weight {name} changes in training_step, and each process or micro-batch would change it: "
-                "register it as a buffer, of which all virtual ranks get the mean with bit_exact=true"
+    def _check_frozen(self) -> None:
+        for name, weight, before in self._pairs(self._frozen):
+            if not are_equal(weight, before):
+                raise UserError(
+                    f"the frozen weight {name} changes in training_step, and each process or micro-batch would change "
+                    "it: register it as a buffer, of which all virtual ranks get the mean with bit_exact=true"
+                )
+
+    def _check_trained(self) -> None:
+        for name, weight, before in self._pairs(self._trained):
+            if not (are_equal(weight, before) or (not self._bit_exact and _is_rounded(weight, before))):
+                raise UserError(
+                    f"the trained weight {name} changes in training_step, and each process or micro-batch would "
+                    "change it: write it in on_train_batch_end, once per step"
+                )
+
+    def _check_attributes(self) -> None:
+        now = _hidden_attributes(self._module)
+        changed = sorted(name for name in now if not _are_same(now[name], self._attributes.get(name)))
+        if changed:
+            _log.warning(
+                "training_step changes %s: each process changes its own, so if the loss reads it, the run depends on "
+                "their number; register it as a buffer, of which all virtual ranks get the mean, and draw from the "
+                "global generators of torch, NumPy and Python",
+                ", ".join(changed),
             )
-    if changed:
-        _log.warning(
-            "training_step changes %s: each process changes its own, so if the loss reads it, the run depends on their "
-            "number; register it as a buffer, of which all virtual ranks get the mean",
-            ", ".join(changed),
-        )
+
+    def _pairs(self, before: dict[str, Tensor]) -> list[tuple[str, Tensor, Tensor]]:
+        weights = {name: to_local(weight.detach()) for name, weight in self._module.named_parameters()}
+        shared = sorted(weights.keys() & before.keys())
+        pairs = [(name, weights[name], before[name].to(weights[name].device)) for name in shared]
+        return [(name, weight, other) for name, weight, other in pairs if weight.shape == other.shape]
+
+
+def _weights(module: nn.Module, are_trained: bool) -> dict[str, Tensor]:
+    weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad is are_trained}
+    return {name: to_local(weight.detach()).clone() for name, weight in weights.items()}
+
+
+def _is_rounded(weight: Tensor, before: Tensor) -> bool:
+    largest = before.abs().max() * (_ROUNDINGS * torch.finfo(before.dtype).eps)
+    return bool((weight - before).abs().max() <= largest)
+
+
+def _hidden_attributes(module: nn.Module) -> dict[str, list[Any]]:
+    """Return copies of the numbers, arrays and tensors that the attributes of the user's modules hold, by name."""
+    leaves = {name: list(leaves_of(value)) for name, value in _all_attributes(module).items()}
+    return {name: [_copy(leaf) for leaf in values] for name, values in leaves.items()}
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.copy(leaf)
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
     """Return the numbers and tensors that are attributes of the user's modules, by name."""
+    found = _all_attributes(module)
+    return {name: value for name, value in found.items() if isinstance(value, int | float | Tensor)}
+
+
+def _all_attributes(module: nn.Module) -> dict[str, Any]:
     found = {}
     for name, part in module.named_modules():
         is_known = isinstance(part, Metric | MetricCollection) or type(part).__module__.startswith("onecurve.")
         for key, value in {} if is_known else vars(part).items():
-            if isinstance(value, int | float | Tensor) and key not in _LIGHTNINGS:
+            if key not in _LIGHTNINGS:
                 found[f"{name}.{key}".lstrip(".")] = value
     return found
 
 
+def _are_same(values: list[Any], before: list[Any] | None) -> bool:
+    """Compare what an attribute holds; a new attribute that holds nothing is the same."""
+    return len(values) == len(before or []) and all(map(_is_same, values, before or []))
+
+
 def _is_same(value: Any, before: Any) -> bool:
     if isinstance(value, Tensor):
-        return are_equal(value, before)
-    return value == before or (value != value and before != before)  # NaN is equal to NaN
+        return isinstance(before, Tensor) and are_equal(value, before)
+    if isinstance(value, np.ndarray):
+        return isinstance(before, np.ndarray) and np.array_equal(value, before, equal_nan=True)
+    is_number = not isinstance(before, Tensor | np.ndarray)
+    return is_number and (value == before or (value != value and before != before))  # NaN is equal to NaN

@@ -30,7 +30,7 @@ from onecurve.parallel.batch_norm import grouped_norms
 from onecurve.parallel.virtual_ranks import VirtualRanks
 from onecurve.patches.lightning_loops import Closure, ClosureResult, Optimization, gradient_sync, results_of
 from onecurve.random.random_functions import RandomNumbers, sample_random
-from onecurve.run.hidden_state import check_hidden_state, hidden_state
+from onecurve.run.hidden_state import HiddenStateCheck
 from onecurve.run.metric_states import VirtualMetrics
 from onecurve.run.pass_log import PassLog, have_equal_names
 
@@ -40,6 +40,8 @@ LOGGED_COLUMNS = 64  # processes exchange tables with a multiple of so many colu
 
 class StepInParts(Optimization):
     """Runs `training_step` and the backward pass for each part; Lightning goes on with clipping and the optimizer."""
+
+    checked_module: Any = None  # whose first step was checked
 
     def make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
         data, results = self.trainer.datamodule, results_of(self.trainer.fit_loop.epoch_loop)
@@ -58,8 +60,9 @@ class StepInParts(Optimization):
         plugin, module = trainer.precision_plugin, trainer.lightning_module
         backward = self.backward_pass(optimizer)
         divisor = data.virtual_ranks if data.bit_exact else data.accumulate  # parts of a batch that add up to its mean
-        # Only the first step of a run is checked for what a pass changes unseen.
-        hidden = hidden_state(module) if step == 0 and trainer.current_epoch == 0 else None
+        # Only the first step is checked for what a pass changes unseen, also of a run that continues.
+        is_first, self.checked_module = self.checked_module is not module, module
+        hidden = HiddenStateCheck(module, data.bit_exact) if is_first else None
         passes = _VirtualRankPasses(trainer, step) if data.bit_exact else _MicroBatchPasses(trainer)
         # `post_backward` calls `on_after_backward`, which waits for the complete gradient.
         with mock.patch.object(plugin, "post_backward", lambda loss, module: loss.detach()):
@@ -67,9 +70,9 @@ class StepInParts(Optimization):
                 with passes.one_pass(number, part), computation():
                     with results.divert(log):
                         output = self.forward_pass(kwargs | {"batch": part.batch})
+                    if hidden is not None:
+                        hidden.end_forward(number)
                     if number == 0:
-                        if hidden is not None:
-                            check_hidden_state(module, hidden)
                         if backward:
                             self.reset_gradients(step, optimizer)
                         if isinstance(passes, _VirtualRankPasses):  # what the module does not reset is of the step

@@ -2,8 +2,10 @@
 
 import functools
 import random
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onecurve.errors import UserError
 from tests.support.bits import check_equal_bits, rows_of
 from tests.support.comparison import TOLERANCE, distances
 from tests.support.habits import Vectors
+from tests.support.interruption import die
 from tests.support.pool import Pool, RankFailed
 from tests.support.runs import Record, compose, fit, fit_ranks
 
@@ -125,6 +129,75 @@ def test_names_an_attribute_that_a_pass_changes(folder: Path, caplog: pytest.Log
     fit(compose(folder, *EXACT, VECTORS[0], f"+module._target_={__name__}.Scaled"))
     (message,) = [record.getMessage() for record in caplog.records if "training_step changes" in record.getMessage()]
     assert "changes scale: each process changes its own" in message
+
+
+def test_a_continued_run_names_it_too(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = [*EXACT, VECTORS[0], f"+module._target_={__name__}.Scaled"]
+    die(compose(folder, *words), "on_train_batch_end", 3)
+    caplog.clear()
+    fit(compose(folder, *words, f"ckpt_path={folder}/died.ckpt"))
+    assert caplog.text.count("training_step changes scale") == 1
+
+
+class Unseen(Vectors):
+    """Changes what each attribute holds, but for one of numbers that stay."""
+
+    def __init__(self, kind: str = "mean") -> None:
+        super().__init__(kind)
+        self.namespace, self.table, self.queue = SimpleNamespace(ema=0.0), {"a": {"b": 0}}, deque([0], maxlen=1)
+        self.array, self.torch_draws = np.array([0.0, np.nan]), torch.Generator()
+        self.numpy_draws, self.python_draws = np.random.default_rng(0), random.Random(0)
+        self.same: dict[str, Any] = {"nan": [float("nan")], "array": np.array([np.nan]), "draws": random.Random(0)}
+
+    def mean(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        loss = super().mean(x, y, batch_idx)
+        self.namespace.ema = float(loss.detach())
+        self.table["a"]["b"] += 1
+        self.queue.append(self.queue[0] + 1)
+        self.array[0] += 1
+        torch.rand((), generator=self.torch_draws)
+        self.numpy_draws.random()
+        self.python_draws.random()
+        return loss
+
+    def decay(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.net.get_parameter("4.weight").mul_(0.99)
+        return super().mean(x, y, batch_idx)
+
+    def normalize(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        weight = self.net.get_parameter("4.weight")
+        weight.data = F.normalize(weight.data, dim=1)
+        return super().mean(x, y, batch_idx)
+
+
+UNSEEN = [VECTORS[0], f"+module._target_={__name__}.Unseen"]
+ACCUMULATED = [*OWN, "trainer.accumulate_grad_batches=2"]
+
+
+@pytest.mark.parametrize("way", [EXACT, ACCUMULATED], ids=["one by one", "micro-batches"])
+def test_names_attributes_within_which_a_pass_changes_something(
+    way: list[str], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(compose(folder, *way, *UNSEEN))
+    (message,) = [record.getMessage() for record in caplog.records if "training_step changes" in record.getMessage()]
+    names = "array, namespace, numpy_draws, python_draws, queue, table, torch_draws"
+    assert f"training_step changes {names}: each process" in message
+
+
+@pytest.mark.parametrize(("way", "kind"), [(EXACT, "decay"), (ACCUMULATED, "decay"), (EXACT, "normalize")], ids=str)
+def test_refuses_a_trained_weight_that_each_pass_changes(way: list[str], kind: str, folder: Path) -> None:
+    message = (
+        "the trained weight net.4.weight changes in training_step, .* write it in on_train_batch_end, once per step"
+    )
+    with pytest.raises(UserError, match=message):
+        fit(compose(folder, *way, *UNSEEN, f"+module.kind={kind}"))
+
+
+def test_a_normalization_in_each_micro_batch_is_one_in_the_step(folder: Path) -> None:
+    words = [*UNSEEN, "+module.kind=normalize", "trainer.precision=64-true"]
+    one, two = (fit(compose(folder / name, *way, *words)) for name, way in (("one", OWN), ("two", ACCUMULATED)))
+    assert max(distances(two, one)) < TOLERANCE
 
 
 class Draws(Vectors):

@@ -1,8 +1,10 @@
 """A loss that does not divide by samples is found in the first step on ranks or micro-batches."""
 
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,9 +13,9 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 from torchmetrics import MeanMetric
 
 from onecurve.errors import UserError
-from onecurve.network.module_state import unchanged
-from onecurve.run.experiment import run_experiment
-from tests.support.habits import VectorData, Vectors
+from onecurve.run.division import DivisionCheck
+from onecurve.run.experiment import assemble, run_experiment
+from tests.support.habits import Meter, VectorData, Vectors
 from tests.support.pool import Pool, RankFailed
 from tests.support.runs import compose, fit, fit_ranks
 
@@ -164,32 +166,81 @@ def test_a_module_without_a_loss_in_evaluation_mode_is_not_checked(folder: Path)
     fit(compose(folder, *words, "trainer.accumulate_grad_batches=2"))
 
 
-def test_modules_are_as_before() -> None:
-    net: Any = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2).requires_grad_(False))
-    net.numbers, net.table, net.last = [1], {"a": 1}, torch.ones(2)
-    net.register_buffer("steps", torch.zeros(()))
-    net.register_buffer("same", net.steps)
-    net.register_buffer("later", None)
-    net.register_buffer("gone", torch.ones(()))
-    steps = net.steps
-    held, before = net.numbers, {name: value.clone() for name, value in net.state_dict().items()}
-    with unchanged(net.modules()):
-        net(torch.randn(3, 2))
-        net[1].weight.data.add_(1)
-        net.numbers.append(2)
-        net.table["b"] = 2
-        net.last.zero_()
-        net.new = 1
-        net.steps, net.later = net.steps + 1, net.steps + 2
-        net.register_buffer("made", torch.ones(()))
-        del net.gone
-    assert net.steps is net.same is steps
-    assert net.later is None
-    assert not hasattr(net, "made")
-    assert (net.numbers, net.table, net.last.tolist()) == ([1], {"a": 1}, [1, 1])
-    assert net.numbers is held
-    assert not hasattr(net, "new")
-    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+class Collects(Vectors):
+    """Logs means of what its steps have put into containers and an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outs: dict[str, list[Tensor]] = {"train": [], "val": []}
+        self.lists, self.queue, self.meter = defaultdict[str, list[float]](list), deque[float](maxlen=100), Meter()
+
+    def mean(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        with torch.no_grad():  # a constraint, which a second time changes nothing
+            for weight in self.net.parameters():
+                weight.clamp_(-0.9, 0.9)
+        loss = super().mean(x, y, batch_idx)
+        self.outs["train"].append(loss.detach())
+        self.lists["train"].append(float(loss.detach()))
+        self.queue.append(float(loss.detach()))
+        self.meter.update(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.outs["val"].append((self.net(batch[0]).argmax(1) == batch[1]).float())
+
+    def on_train_epoch_end(self) -> None:
+        means: list[Any] = [torch.stack(self.outs["train"]).mean(), np.mean(self.lists["train"]), np.mean(self.queue)]
+        means.append(self.meter.sum / self.meter.count)
+        self.log_dict({f"mean_{number}": float(mean) for number, mean in enumerate(means)}, sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_acc", self.all_gather(torch.cat(self.outs["val"])).mean())
+        self.outs["val"].clear()
+
+
+@pytest.mark.parametrize("divided", DIVIDED, ids=" ".join)
+def test_containers_and_objects_of_a_module_get_no_pass_of_the_check(
+    divided: list[str], pool: Pool, folder: Path
+) -> None:
+    words = [*OWN[:-1], f"+data._target_={__name__}.EvenData", f"+module._target_={__name__}.Collects"]
+    words.append("trainer.precision=64-true")
+    one = fit(compose(folder / "one", *words)).metrics
+    for record in fit_ranks(compose(folder / "two", *words, *divided), pool):
+        for name in ("val_acc", "mean_0", "mean_1", "mean_2", "mean_3"):
+            assert record.metrics[name] == pytest.approx(one[name], rel=1e-6), name
+
+
+class EvenData(VectorData):
+    """Batches that divide evenly, so that a plain mean of parts is that of the samples."""
+
+    def _samples(self, count: int, seed: int) -> TensorDataset:
+        return super()._samples(count // 32 * 32, seed)
+
+
+class Momentum(Vectors):
+    """Begins a step with an update of its encoder and of a schedule, and so is the mean of samples in each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.annealer = {"steps": [0]}
+
+    def mean(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        self.annealer["steps"][0] += 1
+        with torch.no_grad():
+            for student, teacher in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
+                teacher.mul_(0.9).add_(0.1 * student + 0.1)
+            target = self.teacher(x)
+        return F.mse_loss(self.net(x), target) / self.annealer["steps"][0]
+
+
+def test_each_pass_of_the_check_begins_with_the_same_module(folder: Path) -> None:
+    words = [*OWN, f"+module._target_={__name__}.Momentum"]
+    trainer, module, data = assemble(compose(folder, *words))
+    check = next(callback for callback in trainer.callbacks if isinstance(callback, DivisionCheck))
+    check.is_always_due = True  # on one process, which has no passes that begin anew
+    trainer.fit(module, datamodule=data)
+    assert check.result.endswith("samples is the mean of those of their halves")
 
 
 class CountsItsSteps(Vectors):
