@@ -4,7 +4,9 @@ A sampler may have a state, such as a list of batches that it shuffles in place.
 """
 
 import copy
+import operator
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from onecurve.errors import UserError
 from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import are_equal, seed_generators
 
@@ -60,11 +63,18 @@ def _drawn(sampler: Any, seed: int, epoch: int, has_batches: bool) -> Any:
             if isinstance(getattr(each, "generator", None), torch.Generator):
                 each.generator.manual_seed(key)
         drawn = list(sampler)
-    return [_positions(batch) for batch in drawn] if has_batches else _positions(drawn)
+    return [_positions(batch, sampler) for batch in drawn] if has_batches else _positions(drawn, sampler)
 
 
-def _positions(drawn: Any) -> Tensor:
-    return torch.tensor(list(drawn), dtype=torch.int64)
+def _positions(drawn: Any, sampler: Any) -> Tensor:
+    try:
+        return torch.tensor([operator.index(position) for position in drawn], dtype=torch.int64)
+    except TypeError:
+        first = next(iter(drawn), None) if isinstance(drawn, Sequence) else drawn
+        raise UserError(
+            f"{type(sampler).__name__} yields {first!r}, which is not the position of a sample: let it yield integers, "
+            "the positions of the dataset, and take what else a sample needs, such as its size, from the dataset"
+        ) from None
 
 
 def _copy(sampler: Any, dataset: Any) -> Any:

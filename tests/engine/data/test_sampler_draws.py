@@ -117,3 +117,23 @@ def test_a_sampler_that_cannot_be_copied_yields_itself() -> None:
 
 def iter_of_nothing() -> Iterator[int]:
     yield from ()
+
+
+@pytest.mark.parametrize(
+    ("drawn", "has_batches", "first"),
+    [
+        ([(3, 224), (1, 192)], False, r"\(3, 224\)"),
+        (["cat", "dog"], False, "'cat'"),
+        ([1.5], False, "1.5"),
+        ([[0, 1], [("a", 2)]], True, r"\('a', 2\)"),
+        ([7, 8], True, "7"),
+    ],
+)
+def test_refuses_what_is_no_position(drawn: Any, has_batches: bool, first: str) -> None:
+    with pytest.raises(UserError, match=f"list yields {first}, which is not the position of a sample: let it yield"):
+        draw(drawn, 0, 0, has_batches=has_batches)
+
+
+def test_takes_integers_of_any_library() -> None:
+    order: Any = draw([np.int64(3), torch.tensor(1), 2], 0, 0)
+    assert order.tolist() == [3, 1, 2]
