@@ -55,7 +55,8 @@ class EvaluationLoaders:
         for loader in filter(self._has_samples, self.leaves):
             may_pad = makes_batches(loader.dataset) and (takes_batch or self.name == "predict")
             if not may_pad and not isinstance(loader.dataset, IterableDataset):
-                self._batches(loader).check_no_rank_is_empty(self.name)
+                parts = self.division.accumulate if loader.batch_size else None
+                self._batches(loader).check_no_rank_is_empty(self.name, parts)
 
     def _has_samples(self, loader: DataLoader[Any]) -> bool:
         if has_given_batches(loader):
