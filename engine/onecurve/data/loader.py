@@ -181,12 +181,18 @@ def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> SampleA
             "from the global generators instead",
             *(method, type(loader.dataset).__name__),
         )
-    return None if count == 1 or loader.collate_fn is default_collate else _sample_axis(loader, batch)
+    return None if count == 1 or loader.collate_fn is default_collate else _sample_axis(loader, seed)
 
 
-def _sample_axis(loader: DataLoader[Any], batch: Tensor) -> SampleAxis | None:
-    """Make batches of pairs of samples, and of the first of each; a pair of which one is left out shows nothing."""
-    small = [batch[:, first : first + size] for first in range(0, batch.shape[1] - 1, 2) for size in (2, 1)]
+def _sample_axis(loader: DataLoader[Any], seed: int) -> SampleAxis | None:
+    """Make batches of pairs of samples, and of the first of each; a pair of which one is left out shows nothing.
+
+    The pairs are spread over the dataset, whose first samples may be alike, as texts sorted by their lengths.
+    """
+    last = len(loader.dataset) - 1  # type: ignore[arg-type]
+    firsts = torch.linspace(0, last - 1, _PROBED // 2).long().unique()
+    pairs = [torch.stack([places, hash_ints(seed, 0, places)]) for places in torch.stack([firsts, firsts + 1], 1)]
+    small = [pair[:, :size] for pair in pairs for size in (2, 1)]
     samples = SeededSamples(loader.dataset, partial(_collate_if_possible, collate_function(loader)))
     made = [collated for _, collated in fetch(loader, samples, small, min(1, loader.num_workers))]
     return find_sample_axis(made[::2], made[1::2])
