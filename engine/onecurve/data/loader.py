@@ -36,7 +36,7 @@ from onecurve.random.seeding import (
 )
 
 _log = logging.getLogger(__name__)
-_PROBED = 8  # samples
+_PROBED, _PROBED_PAIRS = 8, 4  # samples
 # What the loader of a rank takes over from the user's; what makes batches and starts workers aside.
 _OPTIONS = ("timeout", "in_order", "prefetch_factor", "persistent_workers")
 
@@ -181,21 +181,32 @@ def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> SampleA
             "from the global generators instead",
             *(method, type(loader.dataset).__name__),
         )
-    return None if count == 1 or loader.collate_fn is default_collate else _sample_axis(loader, seed)
+    return sample_axis(loader, order_of(loader, seed, 0), seed)
 
 
-def _sample_axis(loader: DataLoader[Any], seed: int) -> SampleAxis | None:
-    """Make batches of pairs of samples, and of the first of each; a pair of which one is left out shows nothing.
+def sample_axis(loader: DataLoader[Any], order: Tensor | list[Tensor], seed: int) -> SampleAxis | None:
+    """Return what has the number of samples in a batch, if a `collate_fn` of the user's might change it.
 
-    The pairs are spread over the dataset, whose first samples may be alike, as texts sorted by their lengths.
+    It makes batches of pairs of samples, and of the first of each; a pair of which one is left out shows nothing. The
+    pairs are spread over an epoch of the sampler, whose first samples may be alike, as texts sorted by their lengths.
     """
-    last = len(loader.dataset) - 1  # type: ignore[arg-type]
-    firsts = torch.linspace(0, last - 1, _PROBED // 2).long().unique()
-    pairs = [torch.stack([places, hash_ints(seed, 0, places)]) for places in torch.stack([firsts, firsts + 1], 1)]
-    small = [pair[:, :size] for pair in pairs for size in (2, 1)]
+    if loader.collate_fn is default_collate or yields_batches(loader) or makes_batches(loader.dataset):
+        return None
+    if not (pairs := _spread_pairs(order)):
+        return None
+    keyed = [torch.stack([pair, hash_ints(seed, 0, pair)]) for pair in pairs]
+    small = [pair[:, :size] for pair in keyed for size in (2, 1)]
     samples = SeededSamples(loader.dataset, partial(_collate_if_possible, collate_function(loader)))
     made = [collated for _, collated in fetch(loader, samples, small, min(1, loader.num_workers))]
     return find_sample_axis(made[::2], made[1::2])
+
+
+def _spread_pairs(order: Tensor | list[Tensor]) -> list[Tensor]:
+    """Return a few pairs of samples that follow each other in an order, or in the batches that are given."""
+    batches = [] if isinstance(order, Tensor) else [batch for batch in order if len(batch) > 1]
+    count = len(order) // 2 if isinstance(order, Tensor) else len(batches)
+    chosen = torch.linspace(0, count - 1, _PROBED_PAIRS, dtype=torch.float64).long().unique().tolist() if count else []
+    return [order[2 * n : 2 * n + 2] if isinstance(order, Tensor) else batches[n][:2] for n in chosen]
 
 
 def _collate_if_possible(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:

@@ -35,3 +35,15 @@ def test_counts_the_offsets_and_not_the_tokens() -> None:
     dataset = Texts()
     assert check_repeatable(DataLoader(dataset, 8, collate_fn=concatenate), 0, "train") == SampleAxis(1, 0, 1)
     assert max(dataset.fetched) == 59, "the pairs are spread over the dataset"
+
+
+def test_fetches_what_the_sampler_gives() -> None:
+    """Samples that a sampler leaves out may be broken, and those of a batch fit together."""
+    own: dict[str, Any] = {"batch_sampler": [[20, 22, 24], [31], [40, 42]]}
+    for options in ({"sampler": [*range(30, 50, 2)], "batch_size": 4}, own):
+        dataset = Texts()
+        loader: Any = DataLoader(dataset, collate_fn=concatenate, **options)
+        check_repeatable(loader, 0, "train")
+        fetched = {position for position in dataset.fetched if position >= 8}
+        assert fetched
+        assert fetched <= set(range(20, 50, 2))
