@@ -54,6 +54,7 @@ class Confusion(Vectors):
         self.late.update(len(batch[1]))
         self.tracker.update(len(batch[1]))
         self.rows.append(batch[0])
+        self.log("count", float(len(batch[1])), reduce_fx="sum", sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
         counts = [self.matrix.compute().sum(), self.late.compute(), self.tracker.compute()]
@@ -61,6 +62,9 @@ class Confusion(Vectors):
         rows = rows.flatten(0, 1) if rows.ndim == 3 else rows
         counts += [len(rows), len(rows.unique(dim=0))]
         assert [int(count) for count in counts] == [33] * 5, counts
+
+    def on_validation_end(self) -> None:
+        assert int(self.trainer.callback_metrics["count"]) == 33
 
 
 @pytest.mark.parametrize(
