@@ -1,13 +1,15 @@
 """The batch that goes from the dataset to the network, with the indices of its samples, and the parts of a step."""
 
+import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onecurve.network.compilation import device_constant
-from onecurve.patches.torch import tree_flatten, tree_map
+from onecurve.patches.torch import tree_flatten, tree_unflatten
 
 
 class Batch(NamedTuple):
@@ -63,15 +65,51 @@ def as_part(positions: Tensor, batch: Any, weight: float = 1.0, is_made: bool = 
     return StepPart(positions, batch, weight, None if is_made else len(positions))
 
 
-def join(batches: Sequence[Any]) -> Any:
+def join(batches: Sequence[Any], parts: Sequence[StepPart] = ()) -> Any:
     """Return one batch, or one output, of those of several parts.
 
-    Tensors are concatenated if their shapes allow it, scalars are averaged, and other values are listed if they differ.
+    Tensors are concatenated if their shapes allow it, and so are lists with an item for each sample, such as the names
+    of files. Scalars are averaged, and other values are listed if they differ.
     """
-    structures = [tree_flatten(batch)[1] for batch in batches]
+    return _join(batches, [part.size for part in parts])
+
+
+def _join(values: Sequence[Any], sizes: Sequence[int | None]) -> Any:
+    if sizes and _are_lists_of_samples(values, sizes):
+        return type(values[0])(item for value in values for item in value)
+    children, structures = zip(*(tree_flatten(value, partial(operator.is_not, value)) for value in values), strict=True)
     if any(other != structures[0] for other in structures):
-        return list(batches)
-    return tree_map(_join_leaves, *batches)
+        return list(values)
+    if structures[0].is_leaf():
+        return _join_leaves(*values)
+    return tree_unflatten([_join(several, sizes) for several in zip(*children, strict=True)], structures[0])
+
+
+def _are_lists_of_samples(values: Sequence[Any], sizes: Sequence[int | None]) -> bool:
+    """Return whether each value has an item for each sample of its part.
+
+    A list such as [inputs, targets] may be as long by chance. Its items differ in kind, or have rows for the samples.
+    """
+    if any(type(value) not in (list, tuple) or len(value) != size for value, size in zip(values, sizes, strict=True)):
+        return False
+    is_one_kind = len({_kind(item) for value in values for item in value}) == 1
+    rows = (_has_rows(item, size) for value, size in zip(values, sizes, strict=True) for item in value)
+    return is_one_kind and not all(rows)
+
+
+def _kind(item: Any) -> Any:
+    if isinstance(item, Tensor):
+        return item.ndim, item.dtype
+    return type(item), tuple(item) if isinstance(item, dict) else None
+
+
+def _has_rows(item: Any, size: int | None) -> bool:
+    """Return whether an item has a row for each of so many samples, in all that it consists of."""
+    if isinstance(item, Tensor):
+        return item.ndim > 0 and len(item) == size
+    if isinstance(item, dict):
+        return all(_has_rows(value, size) for value in item.values())
+    return isinstance(item, list | tuple) and len(item) == size
 
 
 def _join_leaves(*values: Any) -> Any:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from onecurve.data.layout import DataParallelInfo, Division
-from onecurve.data.loader import Loaders, RankLoader, has_given_batches, order_of, yields_batches
+from onecurve.data.loader import Loaders, RankLoader, has_given_batches, order_of, sample_axis, yields_batches
 from onecurve.data.sampler import EvaluationBatches, apply_limit, limit_without_length
 from onecurve.data.streams import StreamLoader, length_of_stream
 from onecurve.errors import UserError
@@ -46,8 +46,10 @@ class EvaluationLoaders:
             if isinstance(loader.dataset, IterableDataset):
                 loaders.append(self._stream(loader))
             elif self._has_samples(loader):
-                batches = self._batches(loader)
-                loaders.append(RankLoader(loader, batches, self.seed, device, self.division.is_divided))
+                batches, is_divided = self._batches(loader), self.division.is_divided
+                # Parts are weighted by their positions, so a `collate_fn` must not leave samples out.
+                axis = sample_axis(loader, batches.order, self.seed) if is_divided else None
+                loaders.append(RankLoader(loader, batches, self.seed, device, is_divided, axis=axis))
         return loaders[0] if len(loaders) == 1 else loaders
 
     def check(self, takes_batch: bool) -> None:
@@ -55,7 +57,8 @@ class EvaluationLoaders:
         for loader in filter(self._has_samples, self.leaves):
             may_pad = makes_batches(loader.dataset) and (takes_batch or self.name == "predict")
             if not may_pad and not isinstance(loader.dataset, IterableDataset):
-                self._batches(loader).check_no_rank_is_empty(self.name)
+                parts = self.division.accumulate if loader.batch_size else None
+                self._batches(loader).check_no_rank_is_empty(self.name, parts)
 
     def _has_samples(self, loader: DataLoader[Any]) -> bool:
         if has_given_batches(loader):

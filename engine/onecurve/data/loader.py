@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import lightning as L
 import torch
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from onecurve.data.batch import StepParts, as_part
 from onecurve.data.layout import alone
 from onecurve.data.sampler import Batches, EvaluationBatches
+from onecurve.data.sampler_draws import draw, is_repeatable
 from onecurve.errors import UserError
 from onecurve.patches.lightning_loops import combination_mode
 from onecurve.patches.torch import TreeSpec, tree_flatten
@@ -35,7 +36,7 @@ from onecurve.random.seeding import (
 )
 
 _log = logging.getLogger(__name__)
-_PROBED = 8  # samples
+_PROBED, _PROBED_PAIRS = 8, 4  # samples
 # What the loader of a rank takes over from the user's; what makes batches and starts workers aside.
 _OPTIONS = ("timeout", "in_order", "prefetch_factor", "persistent_workers")
 
@@ -161,7 +162,7 @@ def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> SampleA
         what has the number of samples in a batch, if a `collate_fn` of the user's might change it.
     """
     sampler = loader.batch_sampler if has_given_batches(loader) else loader.sampler
-    if not are_equal(order_of(loader, seed, 0), order_of(loader, seed, 0)):
+    if not (_is_shuffling(sampler) or is_repeatable(sampler, seed, loader.dataset, has_given_batches(loader))):
         raise UserError(
             f"{method}: {type(sampler).__name__} has a random generator of its own, so each process would have "
             "another order: let it draw from the global generator of torch, NumPy or Python"
@@ -180,15 +181,32 @@ def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> SampleA
             "from the global generators instead",
             *(method, type(loader.dataset).__name__),
         )
-    return None if count == 1 or loader.collate_fn is default_collate else _sample_axis(loader, batch)
+    return sample_axis(loader, order_of(loader, seed, 0), seed)
 
 
-def _sample_axis(loader: DataLoader[Any], batch: Tensor) -> SampleAxis | None:
-    """Make batches of pairs of samples, and of the first of each; a pair of which one is left out shows nothing."""
-    small = [batch[:, first : first + size] for first in range(0, batch.shape[1] - 1, 2) for size in (2, 1)]
+def sample_axis(loader: DataLoader[Any], order: Tensor | list[Tensor], seed: int) -> SampleAxis | None:
+    """Return what has the number of samples in a batch, if a `collate_fn` of the user's might change it.
+
+    It makes batches of pairs of samples, and of the first of each; a pair of which one is left out shows nothing. The
+    pairs are spread over an epoch of the sampler, whose first samples may be alike, as texts sorted by their lengths.
+    """
+    if loader.collate_fn is default_collate or yields_batches(loader) or makes_batches(loader.dataset):
+        return None
+    if not (pairs := _spread_pairs(order)):
+        return None
+    keyed = [torch.stack([pair, hash_ints(seed, 0, pair)]) for pair in pairs]
+    small = [pair[:, :size] for pair in keyed for size in (2, 1)]
     samples = SeededSamples(loader.dataset, partial(_collate_if_possible, collate_function(loader)))
     made = [collated for _, collated in fetch(loader, samples, small, min(1, loader.num_workers))]
     return find_sample_axis(made[::2], made[1::2])
+
+
+def _spread_pairs(order: Tensor | list[Tensor]) -> list[Tensor]:
+    """Return a few pairs of samples that follow each other in an order, or in the batches that are given."""
+    batches = [] if isinstance(order, Tensor) else [batch for batch in order if len(batch) > 1]
+    count = len(order) // 2 if isinstance(order, Tensor) else len(batches)
+    chosen = torch.linspace(0, count - 1, _PROBED_PAIRS, dtype=torch.float64).long().unique().tolist() if count else []
+    return [order[2 * n : 2 * n + 2] if isinstance(order, Tensor) else batches[n][:2] for n in chosen]
 
 
 def _collate_if_possible(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
@@ -301,34 +319,24 @@ def _convert_only(convert: Callable[[Any], Any], batches: list[Any]) -> Any:
 def order_of(loader: DataLoader[Any], seed: int, epoch: int) -> Tensor | list[Tensor]:
     """Return the (n,) positions of an epoch in order, or those of each batch if a `batch_sampler` gives them."""
     if has_given_batches(loader):
-        return [torch.tensor(list(batch), dtype=torch.int64) for batch in _drawn(loader.batch_sampler, seed, epoch)]
-    return epoch_order(loader.sampler, seed, epoch)
+        return draw(loader.batch_sampler, seed, epoch, loader.dataset, has_batches=True)
+    return epoch_order(loader.sampler, seed, epoch, loader.dataset)
 
 
-def epoch_order(sampler: Any, seed: int, epoch: int) -> Tensor:
+def epoch_order(sampler: Any, seed: int, epoch: int, dataset: Any = None) -> Tensor:
     """Return the (n,) positions of an epoch in the order of a user's sampler.
 
     Shuffling is the project's own. Other samplers draw from torch's global generator, or one of their own, seeded with
     a hash of (seed, epoch); so a weighted sampler, too, has the same order on any hardware and after a restart.
     """
-    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) <= len(sampler.data_source):
+    if _is_shuffling(sampler):
         return permutation(len(sampler.data_source), seed, epoch)[: len(sampler)]
-    return torch.tensor(_drawn(sampler, seed, epoch), dtype=torch.int64)
+    return cast(Tensor, draw(sampler, seed, epoch, dataset))
 
 
-def _drawn(sampler: Any, seed: int, epoch: int) -> list[Any]:
-    """Return what a sampler yields in an epoch, with the global generators, and its own of torch, seeded for it."""
-    drawing = (sampler, getattr(sampler, "sampler", None))  # a BatchSampler has one
-    for each in drawing:
-        if hasattr(each, "set_epoch"):
-            each.set_epoch(max(epoch, 0))
-    key = int(hash_ints(seed, epoch))
-    with isolate_rng(include_cuda=False):
-        seed_generators(key)
-        for each in drawing:
-            if isinstance(getattr(each, "generator", None), torch.Generator):
-                each.generator.manual_seed(key)
-        return list(sampler)
+def _is_shuffling(sampler: Any) -> bool:
+    """Return whether a sampler is the one of `shuffle=True`."""
+    return type(sampler) is RandomSampler and not sampler.replacement and len(sampler) <= len(sampler.data_source)
 
 
 def _init_worker(function: Callable[[int], Any] | None, worker: int) -> None:

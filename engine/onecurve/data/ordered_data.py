@@ -177,7 +177,7 @@ class OrderedData(L.LightningDataModule):
         self.parts = batch.map(self._after_transfer, dataloader_idx)
         self.end_parts()
         batches = [part.batch for part in self.parts]
-        return batches[0] if self.bit_exact or len(batches) == 1 else join(batches)
+        return batches[0] if self.bit_exact or len(batches) == 1 else join(batches, self.parts)
 
     def begin_part(self, part: StepPart) -> None:
         self._sample_index = part.samples

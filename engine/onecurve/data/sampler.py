@@ -177,12 +177,21 @@ class EvaluationBatches(Sampler[Tensor]):
         """Return the positions in the dataset at these places."""
         return torch.cat([self.order, torch.tensor([-1])])[self.places()]
 
-    def check_no_rank_is_empty(self, split: str) -> None:
-        """Check that each batch of each rank has a sample."""
+    def check_no_rank_is_empty(self, split: str, parts: int | None = None) -> None:
+        """Check that each batch of each rank has a sample.
+
+        Args:
+            split: the name of the samples, for the error message.
+            parts: evaluation batches in a batch of the loader, if its `batch_size` is that of these batches.
+        """
         if self.rounds == 1 and self.num_samples < self.batches * self.samples_per_round:
+            # With two rounds or more, the batches share the rounds so that each has a full one.
+            is_enough = parts and self.num_samples > self.samples_per_round
+            way = f"set batch_size={2 * self.samples_per_round * (parts or 1)} or more in its loader, "
             raise UserError(
                 f"the {self.num_samples} samples of `{split}` leave a batch of a process or virtual rank empty: "
-                f"evaluate more of them, set trainer.limit_{split}_batches=0, or use fewer trainer.devices"
+                f"{way if is_enough else ''}evaluate more of them, set trainer.limit_{split}_batches=0, or use fewer "
+                "trainer.devices"
             )
 
 

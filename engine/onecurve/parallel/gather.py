@@ -3,6 +3,7 @@
 Evaluation has every sample once, so ranks may hold different numbers of predictions, which torch gathers with a crash.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,12 +23,24 @@ def gather_objects(own: Any) -> list[Any]:
     return ranks
 
 
+def group_of_samples(kwargs: Mapping[str, Any] | None) -> Any:
+    """Return the group of ranks that share the samples of an evaluation, from `distributed_sampler_kwargs`.
+
+    None if all ranks do so. The ranks of one pipeline hold the same samples, and one of its replicas has others.
+    """
+    group = (kwargs or {}).get("group")
+    return group if group is not None and dist.get_world_size(group) < dist.get_world_size() else None
+
+
 def all_gather(strategy: ParallelStrategy, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
     """Gather as `LightningModule.all_gather`, also different numbers of rows. Every rank of the group must call it.
 
-    The result is (ranks, rows, ...), or (1, rows of all ranks, ...) if their numbers differ.
+    The result is (ranks, rows, ...), or (1, rows of all ranks, ...) if their numbers differ. Outside of training the
+    ranks are by default those that share the samples, so that each row occurs once.
     """
     trainer: Any = strategy.lightning_module.trainer
+    if not trainer.training and (group is None or group is dist.group.WORLD):  # LightningModule.all_gather names it
+        group = group_of_samples(strategy.distributed_sampler_kwargs) or group
     may_differ = tensor.ndim > 0 and (not trainer.training or trainer.datamodule.bit_exact)
     counts = [len(tensor)] * dist.get_world_size(group) if may_differ else []
     if may_differ:

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves_with_path as leaves_with_paths
 
 # Batches are trees of tensors: Lightning's `apply_to_collection` changes the leaves, but does not list them
 # (torch/utils/_pytree.py). The two modes are those of torch's own guides (docs/source/torch.compiler_fake_tensor.md,
@@ -26,6 +27,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "TreeSpec",
+    "leaves_with_paths",
     "tree_flatten",
     "tree_leaves",
     "tree_map",

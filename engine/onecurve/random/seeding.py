@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from onecurve.errors import UserError
-from onecurve.patches.torch import tree_leaves
+from onecurve.patches.torch import leaves_with_paths, tree_leaves
 
 EVALUATION, SETUP, EPOCH_START = -1, -2, -3  # in place of an epoch
 
@@ -34,14 +34,19 @@ class SampleAxis(NamedTuple):
 def find_sample_axis(pairs: Sequence[Any], singles: Sequence[Any]) -> SampleAxis | None:
     """Compare batches of two samples with batches of one: the size that doubles most often is the number of samples.
 
-    None if no size doubles more than once, by which a padded length might do so by chance.
+    Of several sizes it is one that is the number itself, as texts that are concatenated may have equal lengths. None if
+    no size doubles more than once, by which a padded length might do so by chance.
     """
     doubled = Counter[SampleAxis]()
     for pair, single in zip(pairs, singles, strict=True):
-        for leaf, (two, one) in enumerate(zip(tree_leaves(pair), tree_leaves(single), strict=False)):
+        leaves = zip(leaves_with_paths(pair), leaves_with_paths(single), strict=False)
+        for leaf, ((path, two), (other, one)) in enumerate(leaves):
+            if path != other:  # a list of samples shifts the leaves behind it
+                continue
             sizes = zip(getattr(two, "shape", ()), getattr(one, "shape", ()), strict=False)
             doubled.update(SampleAxis(leaf, dim, b) for dim, (a, b) in enumerate(sizes) if b and a == 2 * b)
-    axis, times = max(doubled.items(), key=lambda item: item[1], default=(None, 0))
+    rated = doubled.items()
+    axis, times = max(rated, key=lambda item: (item[1], item[0].per_sample == 1), default=(None, 0))
     return axis if times > 1 else None
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,12 +30,14 @@ class LoggedValues(Results):
     fabric/utilities/distributed.py, `_sync_ddp`)
 
     Where `virtual` reduces the means of evaluation over virtual ranks, processes have the same values, and need not
-    synchronize them.
+    synchronize them. Otherwise those that share the samples do so, of which `group` returns the group, or None.
     """
 
-    def __init__(self, training: bool, dtype: torch.dtype, virtual: VirtualMetrics | None) -> None:
+    def __init__(
+        self, training: bool, dtype: torch.dtype, virtual: VirtualMetrics | None, group: Callable[[], Any]
+    ) -> None:
         super().__init__(training)
-        self.dtype, self.virtual = dtype, virtual
+        self.dtype, self.virtual, self._group = dtype, virtual, group
         self._pass_log: PassLog | None = None
         self.ranks = 1  # that divide a global batch
         self.rank_weight, self.samples = 1.0, 0  # of this rank's step: samples, also relative to the mean of the ranks
@@ -60,6 +62,8 @@ class LoggedValues(Results):
             _check_virtual(self.virtual, name, value, options, self.training)
         if self.rank_weight != 1 and isinstance(value, Tensor) and options["sync_dist"]:
             value, options = self._weighted(value, options)
+        if options["sync_dist"] and options["sync_dist_group"] is None:  # a sum counts each sample once
+            options = options | {"sync_dist_group": self._group()}
         super().log(fx, name, value, **options | {"sync_dist": options["sync_dist"] and not self.virtual})
 
     def _warn_of_share(self, name: str, metric: Metric) -> None:

@@ -69,7 +69,7 @@ class ReplicaCheck(L.Callback):
         if trainer.world_size == 1:
             return
         known = {} if self._has_warned else _bits(attributes(pl_module))
-        rates, state, others = _differing(trainer, [_rates(trainer), _bits(_state(pl_module)), known])
+        rates, state, others = _differing([_rates(trainer), _bits(_state(pl_module)), known])
         cause = "differs between the ranks: each has changed it by samples or metrics of its own."
         for name in rates:
             raise UserError(f"{name} {cause} Log with sync_dist=True what a scheduler or callback reads")
@@ -86,11 +86,11 @@ class ReplicaCheck(L.Callback):
     on_validation_start = on_save_checkpoint = _compare
 
 
-def _differing(trainer: L.Trainer, kinds: Sequence[dict[str, Any]]) -> list[list[str]]:
+def _differing(kinds: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return the names of the values of each kind that differ between ranks. Every rank must call it."""
     own = [[_hash(sorted(values)), _hash(sorted(values.items()))] for values in kinds]
-    hashes = trainer.strategy.all_gather(torch.tensor(own, device=trainer.strategy.root_device)).cpu()
-    return [_names(values, hashes[:, number].tolist()) for number, values in enumerate(kinds)]
+    ranks = gather_objects(own)  # also those of a pipeline, of which the strategy's all_gather may leave some out
+    return [_names(values, [rank[number] for rank in ranks]) for number, values in enumerate(kinds)]
 
 
 def _names(own: dict[str, Any], hashes: list[list[int]]) -> list[str]:

@@ -91,7 +91,7 @@ class StepInParts(Optimization):
         loss = log.mean_loss(table)
         if loss is not None:
             plugin.post_backward(loss, module)
-        return ClosureResult(loss, extra=outputs[0] if data.bit_exact else join(outputs))
+        return ClosureResult(loss, extra=outputs[0] if data.bit_exact else join(outputs, data.parts))
 
 
 class _MicroBatchPasses:

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from onecurve.errors import DivergedUserError, UserError
 from onecurve.network.tensors import to_local
 from onecurve.observe.steps import is_log_point, trained_steps
-from onecurve.parallel.gather import gather_objects
+from onecurve.parallel.gather import gather_objects, group_of_samples
 from onecurve.parallel.norm_groups import NormGroups
 from onecurve.patches.lightning_loops import CheckpointConnector, leave_signals_alone, replace_parts
 from onecurve.random.dropout import use_sample_dropout
@@ -30,9 +30,14 @@ def patch_trainer(trainer: L.Trainer, virtual: VirtualMetrics | None) -> None:
     """Patch the parts of a trainer that results depend on; `virtual` is that of a run with `bit_exact`."""
     leave_signals_alone(trainer)
     dtype = torch.float64 if trainer.precision == "64-true" else torch.float32
-    parts: Any = replace_parts(
-        trainer, StepInParts, lambda training: LoggedValues(training, dtype, virtual), _PreparingConnector, LogPoints
-    )
+
+    def group() -> Any:
+        return group_of_samples(trainer.distributed_sampler_kwargs)
+
+    def logged_values(training: bool) -> LoggedValues:
+        return LoggedValues(training, dtype, virtual, group)
+
+    parts: Any = replace_parts(trainer, StepInParts, logged_values, _PreparingConnector, LogPoints)
     parts.virtual = virtual
 
 

@@ -17,7 +17,7 @@ from onecurve.run.experiment import run_experiment
 from tests.support.bits import check_equal_bits
 from tests.support.comparison import TOLERANCE, check_resumed, distances, read_rows
 from tests.support.interruption import die
-from tests.support.loaders import AnyLoader, AnyModule, StatefulStream, points
+from tests.support.loaders import AnyLoader, AnyModule, StatefulStream, leave_out_broken, points
 from tests.support.pool import Pool, RankFailed
 from tests.support.runs import Record, compose, fit, fit_ranks
 
@@ -134,6 +134,17 @@ def test_reads_past_what_is_trained_unless_the_state_is_exact(folder: Path) -> N
 def test_says_what_it_cannot_train(kind: str, options: list[str], message: str, pool: Pool, folder: Path) -> None:
     with pytest.raises((UserError, RankFailed), match=message):
         fit_ranks(compose(folder, *words("together", kind), *options), pool)
+
+
+class BrokenEvaluation(AnyLoader):
+    def val_dataloader(self) -> Any:
+        return DataLoader(points(41, 2), 12, collate_fn=leave_out_broken)
+
+
+def test_refuses_an_evaluation_that_leaves_samples_out(pool: Pool, folder: Path) -> None:
+    task = [*words("together", "uneven"), f"data._target_={__name__}.BrokenEvaluation"]
+    with pytest.raises(RankFailed, match=r"collate_fn makes a batch of . samples from ., so .* or set bit_exact=true"):
+        fit_ranks(compose(folder, *task, *PLACES["ddp x2"]), pool)
 
 
 class Normalizing(AnyModule):

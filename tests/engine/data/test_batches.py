@@ -200,3 +200,19 @@ def test_an_evaluation_that_leaves_a_rank_empty(count: int, batch: int, shares: 
 )
 def test_an_evaluation_that_leaves_no_rank_empty(count: int, batch: int, shares: tuple[int, ...]) -> None:
     evaluation(count, batch, shares, 0).check_no_rank_is_empty("test")
+
+
+def test_names_a_batch_size_that_leaves_no_rank_empty() -> None:
+    with pytest.raises(UserError, match=r"31 samples of `val` .* empty: set batch_size=4 or more in its loader, evalu"):
+        evaluation(31, 1, (1, 1), 0).check_no_rank_is_empty("val", 1)
+    with pytest.raises(UserError, match="set batch_size=18 or more"):  # of which an evaluation batch is a third
+        evaluation(31, 3, (2, 1), 0).check_no_rank_is_empty("val", 3)
+
+
+@pytest.mark.parametrize("shares", [(1, 1), (1, 1, 1), (3, 1)])
+def test_a_batch_of_two_rounds_or_more_leaves_no_rank_empty(shares: tuple[int, ...]) -> None:
+    for count in range(sum(shares) + 1, 40):
+        for batch in range(2 * sum(shares), 40):
+            evaluation(count, batch, shares, 0).check_no_rank_is_empty("val")
+            for rank in range(len(shares)):
+                assert evaluation(count, batch, shares, rank).table().ge(0).any(1).all()

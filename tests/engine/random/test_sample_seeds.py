@@ -102,6 +102,10 @@ def test_samples_in_a_batch(batch: Any, axis: SampleAxis, expected: float) -> No
         # Batches of which the second has fewer leaves or dimensions.
         ([[zeros(2), zeros(2)]] * 2, [[zeros(1)]] * 2, SampleAxis(0, 0, 1)),
         ([[zeros(2, 2)]] * 2, [[zeros(1)]] * 2, SampleAxis(0, 0, 1)),
+        # Of equal counts it is the number of samples itself: texts of four tokens, their offsets and labels.
+        ([[zeros(8), zeros(2), zeros(2)]] * 2, [[zeros(4), zeros(1), zeros(1)]] * 2, SampleAxis(1, 0, 1)),
+        # The list of a sample's boxes shifts the tensors behind it.
+        ([[[zeros(3), zeros(6)], zeros(2)]] * 2, [[[zeros(3)], zeros(3)]] * 2, None),
     ],
 )
 def test_axis_of_the_samples(pairs: list[Any], singles: list[Any], expected: SampleAxis | None) -> None:

@@ -1,0 +1,92 @@
+"""What a sampler of the user's yields in an epoch, as a function of (seed, epoch): in any process, as often as asked.
+
+A sampler may have a state, such as a list of batches that it shuffles in place. So each epoch draws from a copy.
+"""
+
+import copy
+import operator
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from onecurve.errors import UserError
+from onecurve.random.hashing import hash_ints
+from onecurve.random.seeding import are_equal, seed_generators
+
+# A generator that is copied would begin anew in each epoch, and hide that nobody seeds it.
+_SHARED = (Dataset, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_DATASETS = ("data_source", "dataset")  # the names that samplers give theirs, whatever its class
+_COMPARED = 16  # epochs; two batches have the same order in one of two
+
+
+def draw(sampler: Any, seed: int, epoch: int, dataset: Any = None, has_batches: bool = False) -> Tensor | list[Tensor]:
+    """Return the (n,) positions that a sampler yields in an epoch, or those of each batch.
+
+    The global generators, and those of torch that it has as `generator`, are seeded for the epoch.
+    """
+    return _drawn(_copy(sampler, dataset), seed, epoch, has_batches)
+
+
+def is_repeatable(sampler: Any, seed: int, dataset: Any = None, has_batches: bool = False) -> bool:
+    """Return whether (seed, epoch) and the attributes of a sampler determine its epochs.
+
+    A list that is shuffled in place changes, but the global generators give its order. If a sampler changes by itself,
+    and its copies do not differ from epoch to epoch, these would hide a generator or a counter of its own.
+    """
+
+    def of_epoch(epoch: int) -> Tensor | list[Tensor]:
+        return draw(sampler, seed, epoch, dataset, has_batches)
+
+    first = of_epoch(0)
+    if not are_equal(first, of_epoch(0)):
+        return False
+    used = _copy(sampler, dataset)
+    changes = not are_equal(*(_drawn(used, seed, 0, has_batches) for _ in range(2)))
+    return not changes or any(not are_equal(first, of_epoch(epoch)) for epoch in range(1, _COMPARED))
+
+
+def _drawn(sampler: Any, seed: int, epoch: int, has_batches: bool) -> Any:
+    samplers = _with_inner(sampler)
+    for each in samplers:
+        if hasattr(each, "set_epoch"):
+            each.set_epoch(max(epoch, 0))
+    key = int(hash_ints(seed, epoch))
+    with isolate_rng(include_cuda=False):
+        seed_generators(key)
+        for each in samplers:
+            if isinstance(getattr(each, "generator", None), torch.Generator):
+                each.generator.manual_seed(key)
+        drawn = list(sampler)
+    return [_positions(batch, sampler) for batch in drawn] if has_batches else _positions(drawn, sampler)
+
+
+def _positions(drawn: Any, sampler: Any) -> Tensor:
+    try:
+        return torch.tensor([operator.index(position) for position in drawn], dtype=torch.int64)
+    except TypeError:
+        first = next(iter(drawn), None) if isinstance(drawn, Sequence) else drawn
+        raise UserError(
+            f"{type(sampler).__name__} yields {first!r}, which is not the position of a sample: let it yield integers, "
+            "the positions of the dataset, and take what else a sample needs, such as its size, from the dataset"
+        ) from None
+
+
+def _copy(sampler: Any, dataset: Any) -> Any:
+    """Return a copy of a sampler that shares the dataset and random generators with it."""
+    attributes = [item for each in _with_inner(sampler) for item in getattr(each, "__dict__", {}).items()]
+    shared = [dataset, *(value for name, value in attributes if isinstance(value, _SHARED) or name in _DATASETS)]
+    try:
+        return copy.deepcopy(sampler, {id(value): value for value in shared})
+    except Exception:  # it has a file, a lock or the like
+        return sampler
+
+
+def _with_inner(sampler: Any) -> tuple[Any, Any]:
+    """Return a sampler, and that of a BatchSampler."""
+    return sampler, getattr(sampler, "sampler", None)

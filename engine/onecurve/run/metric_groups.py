@@ -1,0 +1,68 @@
+"""The ranks over which metrics synchronize: those that share the samples, and not all ranks of a pipeline."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.metric import jit_distributed_available
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from onecurve.parallel.gather import group_of_samples
+
+
+class MetricGroups(L.Callback):
+    """Lets metrics of the module and of callbacks count each sample once, although all ranks of a pipeline hold it.
+
+    A metric that has a `process_group` or `dist_sync_fn` of its own keeps it. So do those of virtual ranks, which
+    `VirtualMetrics` reduces. Metrics may be made by hooks, so they are looked for at the end of an epoch, too.
+    """
+
+    def __init__(self) -> None:
+        self._gather: Callable[..., Any] | None = None  # one function, by which `teardown` knows it
+
+    def _begin(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        group = group_of_samples(trainer.distributed_sampler_kwargs)
+        if group is None or trainer.datamodule.bit_exact:
+            return
+        is_alone = dist.get_world_size(group) == 1
+        self._gather = self._gather or _gather_over(group)
+        for metric in _metrics(trainer, pl_module):
+            if metric.process_group is not None or metric.dist_sync_fn is not None:
+                continue
+            if not is_alone:
+                metric.dist_sync_fn = self._gather
+            elif metric.distributed_available_fn is jit_distributed_available:
+                metric.distributed_available_fn = _is_never_distributed
+
+    on_fit_start = on_validation_start = on_test_start = on_predict_start = _begin
+    on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _begin
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        for metric in _metrics(trainer, pl_module):
+            if metric.dist_sync_fn is not None and metric.dist_sync_fn is self._gather:
+                metric.dist_sync_fn = None
+            if metric.distributed_available_fn is _is_never_distributed:
+                metric.distributed_available_fn = jit_distributed_available
+        self._gather = None
+
+
+def _metrics(trainer: Any, module: L.LightningModule) -> Iterator[Any]:
+    values = [value for callback in trainer.callbacks for value in vars(callback).values()]
+    for owner in [module, *(value for value in values if isinstance(value, nn.Module))]:
+        yield from (part for part in owner.modules() if isinstance(part, Metric))
+
+
+def _gather_over(group: Any) -> Callable[..., Any]:
+    """Return a function, which copies of a metric share: torchmetrics cannot copy a `process_group`."""
+
+    def gather(tensor: Tensor, **_: Any) -> list[Tensor]:
+        return gather_all_tensors(tensor, group)
+
+    return gather
+
+
+def _is_never_distributed() -> bool:
+    return False

@@ -1,0 +1,139 @@
+"""What samplers of users yield: a function of (seed, epoch), or a refusal in one line."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from onecurve.data.loader import check_repeatable, order_of
+from onecurve.data.sampler_draws import draw, is_repeatable
+from onecurve.errors import UserError
+
+DATASET = TensorDataset(torch.arange(40))
+
+
+class Buckets:
+    """Batches of neighbors, in a list that it shuffles in place."""
+
+    def __init__(self, dataset: Any = DATASET, count: int = 10) -> None:
+        self.dataset = dataset
+        self.batches = [list(range(4 * number, 4 * number + 4)) for number in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        random.shuffle(self.batches)
+        return iter(self.batches)
+
+
+class OwnGenerator(Buckets):
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.rng = generator
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.rng.shuffle(self.batches)
+        return iter(self.batches)
+
+
+class Nested(OwnGenerator):
+    """Its generator is an attribute of an attribute, so a copy would have another one."""
+
+    def __init__(self) -> None:
+        super().__init__(OwnGenerator(random.Random(0)))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.rng)
+
+
+class Counting(Buckets):
+    """Seeds a generator with the number of its own iterations."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.passes += 1
+        return iter(random.Random(self.passes).sample(self.batches, len(self.batches)))
+
+
+class Uncopied(Dataset[Any]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, position: int) -> Any:
+        return torch.zeros(2)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("the dataset is copied")
+
+
+def orders(loader: DataLoader[Any], *epochs: int) -> list[Any]:
+    return [[batch.tolist() for batch in order_of(loader, 5, epoch)] for epoch in epochs]
+
+
+def test_a_list_shuffled_in_place_begins_anew_in_each_epoch() -> None:
+    loader: Any = DataLoader(DATASET, batch_sampler=Buckets())
+    check_repeatable(loader, 5, "train_dataloader")
+    first, second, again = orders(loader, 0, 1, 0)
+    assert first == again != second
+    assert sorted(first) == sorted(second) == Buckets().batches
+    assert loader.batch_sampler.batches == Buckets().batches, "the sampler of the user has not changed"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_few_batches_have_the_same_order_by_chance(count: int) -> None:
+    assert all(is_repeatable(Buckets(count=count), seed, has_batches=True) for seed in range(20))
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [OwnGenerator(np.random.default_rng(0)), OwnGenerator(random.Random(0)), Nested(), Counting()],
+    ids=["numpy", "python", "nested", "counting"],
+)
+def test_refuses_a_generator_of_its_own(sampler: Any) -> None:
+    with pytest.raises(UserError, match=f"{type(sampler).__name__} has a random generator of its own"):
+        check_repeatable(DataLoader(DATASET, batch_sampler=sampler), 0, "train_dataloader")
+
+
+def test_copies_no_dataset() -> None:
+    dataset = Uncopied()
+    sampler: Any = Buckets(dataset)
+    sampler.of_length = dataset.__len__
+    loader: Any = DataLoader(dataset, batch_sampler=sampler)
+    first, again = orders(loader, 0, 0)
+    assert first == again
+
+
+def test_a_sampler_that_cannot_be_copied_yields_itself() -> None:
+    sampler: Any = Buckets()
+    sampler.progress = iter_of_nothing()
+    assert len(draw(sampler, 0, 0, has_batches=True)) == 10
+
+
+def iter_of_nothing() -> Iterator[int]:
+    yield from ()
+
+
+@pytest.mark.parametrize(
+    ("drawn", "has_batches", "first"),
+    [
+        ([(3, 224), (1, 192)], False, r"\(3, 224\)"),
+        (["cat", "dog"], False, "'cat'"),
+        ([1.5], False, "1.5"),
+        ([[0, 1], [("a", 2)]], True, r"\('a', 2\)"),
+        ([7, 8], True, "7"),
+    ],
+)
+def test_refuses_what_is_no_position(drawn: Any, has_batches: bool, first: str) -> None:
+    with pytest.raises(UserError, match=f"list yields {first}, which is not the position of a sample: let it yield"):
+        draw(drawn, 0, 0, has_batches=has_batches)
+
+
+def test_takes_integers_of_any_library() -> None:
+    order: Any = draw([np.int64(3), torch.tensor(1), 2], 0, 0)
+    assert order.tolist() == [3, 1, 2]
