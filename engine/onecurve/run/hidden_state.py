@@ -116,8 +116,10 @@ def _all_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _are_same(values: list[Any], before: list[Any] | None) -> bool:
-    """Compare what an attribute holds; a new attribute that holds nothing is the same."""
-    return len(values) == len(before or []) and all(map(_is_same, values, before or []))
+    """Compare what an attribute holds: as of a list that a step appends to, its first values count, which are known."""
+    if before is None:
+        return not values
+    return len(values) >= len(before) and all(map(_is_same, values, before))
 
 
 def _is_same(value: Any, before: Any) -> bool:
