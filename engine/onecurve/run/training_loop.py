@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -30,15 +31,17 @@ def patch_trainer(trainer: L.Trainer, virtual: VirtualMetrics | None) -> None:
     """Patch the parts of a trainer that results depend on; `virtual` is that of a run with `bit_exact`."""
     leave_signals_alone(trainer)
     dtype = torch.float64 if trainer.precision == "64-true" else torch.float32
-
-    def group() -> Any:
-        return group_of_samples(trainer.distributed_sampler_kwargs)
+    group = partial(_group_of_samples, trainer)  # which ddp_spawn pickles
 
     def logged_values(training: bool) -> LoggedValues:
         return LoggedValues(training, dtype, virtual, group)
 
     parts: Any = replace_parts(trainer, StepInParts, logged_values, _PreparingConnector, LogPoints)
     parts.virtual = virtual
+
+
+def _group_of_samples(trainer: L.Trainer) -> Any:
+    return group_of_samples(trainer.distributed_sampler_kwargs)
 
 
 def skip_empty_hooks(callbacks: Iterable[L.Callback]) -> None:
