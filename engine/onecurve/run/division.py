@@ -30,6 +30,7 @@ _WAY_OUT = (
     "samples, or train undivided: on one device, with trainer.accumulate_grad_batches=1"
 )
 _DRAWS = 3  # of samples, after the first step
+_LOSS = "the loss that training_step returns"  # beside the names of what it logs
 
 
 class _Pass(NamedTuple):
@@ -93,14 +94,15 @@ class DivisionCheck(L.Callback):
                 f"{type(module).__name__}.training_step draws numbers of NumPy or Python for each sample, and each "
                 f"process or micro-batch would draw its own. {_WAY_OUT}"
             )
-        if not _are_close(whole, halves, "loss", _tolerance(module)):
+        if not _are_close(whole, halves, _LOSS, _tolerance(module)):
             raise UserError(
                 f"{type(module).__name__}.training_step does not divide by samples: the loss of {count} samples is "
-                f"{whole.values['loss'][0]:.6g}, and the mean of those of their halves {_mean(halves, 'loss'):.6g}, as "
+                f"{whole.values[_LOSS][0]:.6g}, and the mean of those of their halves {_mean(halves, _LOSS):.6g}, as "
                 "with class weights, padding without a mask, or a loss that compares samples. So each number of "
                 f"processes or micro-batches is another experiment. {_WAY_OUT}"
             )
         self.result = f"the loss of {count} samples is the mean of those of their halves"
+        self._warn_of_others(module, passes, count)
 
     def _check_metrics(self, trainer: L.Trainer, count: int) -> None:
         passes = _passes(trainer, "validation_step", self._drawn, count)
@@ -108,17 +110,21 @@ class DivisionCheck(L.Callback):
             self._checks_metrics = False
             _log.debug("not checked whether the metrics of a validation divide by samples: %s", passes)
             return
+        self._warn_of_others(trainer.lightning_module, passes, count)
+
+    def _warn_of_others(self, module: L.LightningModule, passes: list[_Pass], count: int) -> None:
+        """Name what the step logs and is no mean over samples."""
         *halves, whole = passes
-        tolerance = max(_tolerance(trainer.lightning_module), _TOLERANCES[torch.float32])  # metrics may be float32
+        tolerance = max(_tolerance(module), _TOLERANCES[torch.float32])  # metrics may be float32
         rounded = 2 / count if tolerance == _OTHER_TOLERANCE else 0.0  # a class of some samples may be another
         shared = whole.values.keys() & halves[0].values.keys() & halves[1].values.keys()
-        for name in sorted(shared - self._warned):
+        for name in sorted(shared - self._warned - {_LOSS}):
             if not _are_close(whole, halves, name, tolerance, rounded):
                 self._warned.add(name)
                 _log.warning(
                     "%s is no mean over samples: of %d samples it is %.6g, and the mean of their halves %.6g. So it "
-                    "differs a little between numbers of processes: log a metric of torchmetrics, give `self.log` the "
-                    "number of what is averaged as its batch_size, or set bit_exact=true",
+                    "differs between numbers of processes: log a metric of torchmetrics, a sum with reduce_fx='sum', "
+                    "give `self.log` the number of what is averaged as its batch_size, or set bit_exact=true",
                     *(name, count, whole.values[name][0], _mean(halves, name)),
                 )
 
@@ -172,11 +178,10 @@ def _pass(trainer: Any, step: str, batch: StepParts, samples: int) -> _Pass:
     module.log.reset_mock()
     several = step == "validation_step" and len(trainer.num_val_batches) > 1
     output = getattr(module, step)(batch, 0, *([0] if several else []))
+    values = dict(_logged_means(module.log.call_args_list, samples))
     if step == "training_step":
         loss = output["loss"] if isinstance(output, Mapping) else output
-        values = {"loss": (float(loss), samples)}
-    else:
-        values = dict(_logged_means(module.log.call_args_list, samples))
+        values[_LOSS] = (float(loss), samples)
     return _Pass(values, [random.getstate(), np.random.get_state()])
 
 

@@ -283,6 +283,21 @@ class Evaluates(Vectors):
         self.log("val_most", losses.max(), reduce_fx="max")
 
 
+class CountsInTraining(Vectors):
+    """Logs a number of samples as if it were a mean, and a mean."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        right = (self.net(batch[0]).argmax(1) == batch[1]).float()
+        self.log_dict({"number": right.sum(), "acc": right.mean()}, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_number_of_training_that_is_no_mean_is_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(compose(folder, *OWN, f"+module._target_={__name__}.CountsInTraining", "trainer.accumulate_grad_batches=2"))
+    lines = [line for line in caplog.messages if "no mean over samples" in line]
+    assert [line.partition(" ")[0] for line in lines] == ["number"]
+
+
 def test_a_metric_that_is_no_mean_over_samples_is_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The others have the values of a run on one process."""
     words = [*OWN, f"+module._target_={__name__}.Evaluates", "trainer.precision=64-true"]
