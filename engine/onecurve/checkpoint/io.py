@@ -164,7 +164,7 @@ def check_is_complete(path: Path) -> None:
 def _corruption_error(path: Path | str, error: Exception, option: str) -> CheckpointUserError:
     if not Path(path).exists():
         return CheckpointUserError(f"{option}={path}: there is no such file")
-    if isinstance(error, UnpicklingError) and "Weights only" in str(error):
+    if isinstance(error, UnpicklingError) and zipfile.is_zipfile(path):  # the bytes of another file may look alike
         return CheckpointUserError(f"{option}={path} {_object_in(error)}")
     cause = str(error).split("\n")[0]
     return CheckpointUserError(f"{option}={path} is not a complete checkpoint ({cause}): use another")

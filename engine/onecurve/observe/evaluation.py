@@ -67,9 +67,7 @@ class Evaluation(L.Callback):
         """Combine the ranks, log the metrics, and write the file on rank zero. Every rank must call it."""
         data: Any = trainer.datamodule
         stage = "test" if trainer.testing else "val"
-        # Ranks of one pipeline evaluate the same samples; virtual ranks are counted once.
-        copies = 1 if data.bit_exact else trainer.world_size // data.parallel.dp_size
-        confusion = self._confusion.compute().cpu() // copies
+        confusion = self._confusion.compute().cpu()
         error = self._calibration.compute().cpu()
         self._confusion.reset()
         self._calibration.reset()

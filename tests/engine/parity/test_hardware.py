@@ -26,7 +26,8 @@ NOT_VARIED = {  # by why they cannot matter here, or where else they are tested
     "trainer.callbacks trainer.logger trainer.use_distributed_sampler strategy.devices strategy.num_nodes "
     "strategy.single_process strategy.accelerator strategy.parallel_devices strategy.cluster_environment "
     "strategy.checkpoint_io strategy.precision_plugin trainer._target_ trainer.barebones trainer.model_registry "
-    "trainer.timeout trainer.config launch.function",
+    "trainer.timeout trainer.config launch.function strategy.process_group_backend strategy.start_method "
+    "strategy.timeout",
     "what happens after training": "fit test predict data.predict_dir trainer.limit_predict_batches module.tta",
     "records": "report tags optimized_metric logger.* doctor plan hardware.* trainer.profiler.* "
     "trainer.enable_progress_bar trainer.enable_model_summary trainer.enable_autolog_hparams "

@@ -24,7 +24,7 @@ from onecurve.parallel.ddp import DDP
 from onecurve.parallel.pipeline.schedules import SCHEDULES
 from tests.support.comparison import TOLERANCE, check_replicas, distances
 from tests.support.experiments import EXPERIMENTS, SHORT, SHORT_RUN, SHORT_STEPS
-from tests.support.pool import Pool
+from tests.support.pool import Pool, RankFailed
 from tests.support.runs import STRATEGIES, Record, compose, fit, fit_ranks
 
 World = tuple[str, int, list[str]]  # strategy, processes, options
@@ -225,7 +225,6 @@ def _broken_fit(cfg: DictConfig, sabotage: Callable[[DictConfig, int], Any]) -> 
         (_break_groups, 2, []),
         (_break_running_statistics, 2, ["trainer.accumulate_grad_batches=2"]),
         (_break_averaging, 2, []),
-        (_break_one_seed, 2, []),
         (_break_shares, 3, []),
     ],
 )
@@ -242,3 +241,9 @@ def test_detects_broken_runs(
     world = ["strategy=ddp", f"trainer.devices={devices}", *options]
     for record in pool.run(devices, _broken_fit, compose(folder, *small, *SHORT_RUN, *world), sabotage):
         assert max(distances(record, reference)) > 1000 * TOLERANCE
+
+
+def test_refuses_the_split_of_another_seed(pool: Pool, small: list[str], folder: Path) -> None:
+    cfg = compose(folder, *small, *SHORT_RUN, "strategy=ddp", "trainer.devices=2")
+    with pytest.raises(RankFailed, match="the ranks have different training data"):
+        pool.run(2, _broken_fit, cfg, _break_one_seed)
