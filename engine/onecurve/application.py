@@ -32,7 +32,7 @@ def _run_job(cfg: DictConfig) -> dict[str, float] | float:
         from onecurve.extras.sweeps.job import run_job
 
         return run_job(cfg)
-    from onecurve.launch.outcome import describe
+    from onecurve.launch.outcome import text_for_terminal
     from onecurve.launch.start import launch
 
     try:
@@ -49,4 +49,4 @@ def _run_job(cfg: DictConfig) -> dict[str, float] | float:
         if TRACEBACK_WANTED:
             raise
         # Hydra would print all overrides above any other exception.
-        raise SystemExit(describe(error, folder)) from None
+        raise SystemExit(text_for_terminal(error, folder)) from None

@@ -9,7 +9,8 @@ except PackageNotFoundError:  # a copy of the source that is not installed
 
 VERSION_KEY = "onecurve"  # the key of the version in checkpoints, config.yaml, job.json and the starts in events.jsonl
 
-# The keys of a checkpoint, by the file that writes them.
+# The keys of a checkpoint, by the file whose `on_save_checkpoint` adds them. If each rank has a part of a value,
+# `_merge_ranks` of parallel/sharded_state.py merges them.
 CHECKPOINT_KEYS: dict[str, dict[str, str]] = {
     "Lightning": {
         "epoch": "epochs that have begun; `position` counts",
@@ -41,6 +42,6 @@ CHECKPOINT_KEYS: dict[str, dict[str, str]] = {
     },
     "run/metric_states.py": {"metric_states": "what metrics have accumulated"},
     "run/ema.py": {"training_state_dict": "weights in training, where `state_dict` is their average"},
-    "checkpoint/sharded.py": {"shards": "name of the folder with each rank's part, if the file has none"},
+    "parallel/sharded_state.py": {"shards": "name of the folder with each rank's part, if the file has none"},
     "src/models/classifier.py": {"scheduler": "class of the scheduler, which a continued run compares"},
 }

@@ -80,8 +80,8 @@ class ExactResumption(L.Callback):
         if epochs.started > epochs.processed:  # another callback may save before this one has counted
             epoch_steps = batches.current.processed
             steps += epoch_steps - self._epoch_steps
-        # The run has stopped within an epoch. `ready` stays behind in a resumed run: Lightning leaves its increment out
-        # in each epoch.
+        # The run has stopped within an epoch, which `processed` counts already. In a resumed run Lightning does not
+        # increment `ready`, so it may be less.
         elif epochs.ready <= epochs.processed and epoch_steps > 0:
             epoch -= 1
         if data.steps_per_epoch is None:  # `is_last_batch` holds from before the batch to the next epoch

@@ -2,8 +2,8 @@
 
 Position p of the global batch belongs to micro-batch p % M of the M micro-batches of a step, and to normalization group
 p % G of G groups. Neither depends on the ranks, which take the positions of each micro-batch in turn, as many in a row
-as their share. Virtual ranks that are computed one by one have the layouts of so many ranks, whichever ranks compute
-them.
+as their share. With `bit_exact`, virtual rank v holds the positions that rank v of a run on `virtual_ranks` processes
+would hold.
 """
 
 import os
@@ -104,7 +104,8 @@ class BatchLayout:
     Args:
         batch_size: samples of the global batch.
         parallel: the strategy's division of the data.
-        accumulate: accumulated batches per optimizer step; each contains `num_microbatches` micro-batches.
+        accumulate: parts into which accumulation divides a step; the strategy may split each of them into
+            `num_microbatches` micro-batches.
         virtual_ranks: groups of the global batch over which batch normalization takes its statistics. If the
             micro-batches cannot hold whole groups, which nothing else needs, each counts as one group.
         has_pairs: whether a sample must be on the same rank as its partner, half a global batch further on.
@@ -259,7 +260,7 @@ class Division:
 
     Args:
         parallel: the strategy's division of the data.
-        accumulate: accumulated micro-batches per step.
+        accumulate: as of a `BatchLayout`.
         virtual_ranks: number of virtual ranks of the run.
         bit_exact: whether they are computed one by one.
         has_pairs: as of a `BatchLayout`.
@@ -294,7 +295,7 @@ class Division:
         return self.parallel.virtual_ranks(self.virtual_ranks)
 
     @property
-    def parts(self) -> int:
+    def num_parts(self) -> int:
         """Number of parts of a global batch that this rank computes."""
         return len(self.own_virtual_ranks) if self.bit_exact else self.accumulate
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, default_collate, get_worker_info
 
 from onecurve.data.batch import StepParts, as_part
+from onecurve.data.batch_samplers import Batches, EvaluationBatches
 from onecurve.data.layout import alone
-from onecurve.data.sampler import Batches, EvaluationBatches
 from onecurve.data.sampler_draws import draw, is_repeatable
 from onecurve.errors import UserError
 from onecurve.patches.lightning_loops import combination_mode
@@ -53,8 +53,8 @@ class RankLoader:
     Args:
         loader: the user's loader.
         batches: the positions of the rank's batches.
-        is_divided: whether a global batch has other batches too.
-        parts: number of batches of `batches` that it yields at once, as the parts of an optimizer step.
+        is_divided: whether other ranks or micro-batches hold parts of the same global batch.
+        num_parts: number of batches of `batches` that it yields at once, as the parts of an optimizer step.
         axis: what has the number of samples in a batch.
     """
 
@@ -65,12 +65,12 @@ class RankLoader:
         seed: int,
         device: torch.device,
         is_divided: bool = False,
-        parts: int = 1,
+        num_parts: int = 1,
         axis: SampleAxis | None = None,
     ) -> None:
         self.dataset: Any = loader.dataset
         self.sampler = self.batch_sampler = batches  # Lightning reads both, and sets the epoch
-        self.parts, self._makes_batches = parts, yields_batches(loader)
+        self.num_parts, self._makes_batches = num_parts, yields_batches(loader)
         is_batched = makes_batches(self.dataset)
         is_there = is_batched and self.dataset.move_to(device) and not loader.num_workers
         self._device = device if is_there else None
@@ -80,11 +80,11 @@ class RankLoader:
         self._loader = fetch(loader, samples, keyed, loader.num_workers, pin_memory=device.type == "cuda", **options)
 
     def __len__(self) -> int:
-        return len(self.sampler) // self.parts
+        return len(self.sampler) // self.num_parts
 
     def __iter__(self) -> Iterator[StepParts]:
         batches, weights = self._batches(), self.sampler.weights()
-        while several := list(islice(batches, self.parts)):
+        while several := list(islice(batches, self.num_parts)):
             yield StepParts(as_part(*batch, next(weights), self._makes_batches) for batch in several)
 
     def _batches(self) -> Iterator[tuple[Tensor, Any]]:

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from onecurve.data.batch import Batch, StepPart, StepParts, constant_weights, join
+from onecurve.data.batch_samplers import total_steps
 from onecurve.data.evaluation_loaders import EvaluationLoaders
 from onecurve.data.layout import BatchLayout, DataParallelInfo, Division, OneProcess, alone, data_parallel_info
 from onecurve.data.loader import examples, loaders_of
 from onecurve.data.module_data import ModuleTrainer
-from onecurve.data.sampler import total_steps
 from onecurve.data.training_loaders import TrainingLoaders
 from onecurve.errors import UserError
 from onecurve.patches.torch import tree_leaves
@@ -297,7 +297,7 @@ class OrderedData(L.LightningDataModule):
     @property
     def has_one_size(self) -> bool:
         """Whether each batch of training has the size of `layout`: not of several loaders, nor of a `batch_sampler`."""
-        return self._training is None or self._training.has_layout
+        return self._training is None or self._training.has_one_size
 
     @property
     def description(self) -> str:
@@ -358,7 +358,7 @@ class OrderedData(L.LightningDataModule):
     def _check_training(self) -> None:
         assert self._training
         is_weighted = self._takes_batch or (self._module.automatic_optimization and self.parallel.num_microbatches == 1)
-        may_be_uneven = self.layout.is_uneven or (self.division.is_divided and not self._training.has_layout)
+        may_be_uneven = self.layout.is_uneven or (self.division.is_divided and not self._training.has_one_size)
         if may_be_uneven and not is_weighted:
             raise UserError(
                 f"{type(self._module).__name__} averages over the batch of its own process, but the "

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from onecurve.checkpoint.io import is_plain
 from onecurve.data.batch import StepParts, as_part
+from onecurve.data.batch_samplers import EpochStart
 from onecurve.data.layout import alone
 from onecurve.data.loader import collate_function, errors_of_workers, worker_options, yields_batches
-from onecurve.data.sampler import EpochStart
 from onecurve.errors import UserError
 from onecurve.patches.torch import tree_leaves
 from onecurve.random.hashing import hash_ints

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from onecurve.data.batch import StepParts
+from onecurve.data.batch_samplers import GivenBatches, TrainingBatches, apply_limit, limit_without_length
 from onecurve.data.layout import Division
 from onecurve.data.loader import (
     Loaders,
@@ -20,7 +21,6 @@ from onecurve.data.loader import (
     order_of,
     yields_batches,
 )
-from onecurve.data.sampler import GivenBatches, TrainingBatches, apply_limit, limit_without_length
 from onecurve.data.streams import StreamLoader, examine, length_of_stream
 from onecurve.errors import UserError
 from onecurve.patches.torch import TreeSpec, tree_unflatten
@@ -40,7 +40,7 @@ class TrainingLoaders:
     Attributes:
         batch_size: samples of a global batch of the first loader; of its first batch, if a batch_sampler gives them.
         layouts: those of the first loader's batches.
-        has_layout: whether each batch has their size: not of several loaders, nor of a batch_sampler.
+        has_one_size: whether each batch has their size: not of several loaders, nor of a batch_sampler.
     """
 
     def __init__(self, loaders: Loaders, division: Division, seed: int, limit: int | float | None) -> None:
@@ -52,7 +52,7 @@ class TrainingLoaders:
         if division.bit_exact and is_given:  # batches of virtual ranks, of any sizes
             size -= size % division.virtual_ranks
         self.layouts = division.layouts(size)
-        self.has_layout = len(self.sources) == 1 and not is_given
+        self.has_one_size = len(self.sources) == 1 and not is_given
         for source in self.sources:
             _check(source, loaders.method)
         is_even = all(division.weight(source.batch_size) == 1 for source in self.sources)
@@ -171,7 +171,7 @@ class _Samples:
         count, division = min(steps, self.steps) * self.per_step, self.division
         order = partial(_in_cycles, self.loader, self.seed, count, -(-steps // self.steps))
         batches = self._batches(order, steps)
-        return RankLoader(self.loader, batches, self.seed, device, division.is_divided, division.parts, self.axis)
+        return RankLoader(self.loader, batches, self.seed, device, division.is_divided, division.num_parts, self.axis)
 
     def examples(self, spans: Sequence[tuple[int, int]]) -> list[StepParts]:
         return examples(self.loader, spans, self.seed)

@@ -2,7 +2,8 @@
 
 Two runs with the same options of the experiment have one curve, whatever their hardware. Every option counts as
 experiment unless it is declared as hardware: here, or by the class that takes it, in a tuple `hardware_options`. An
-option that is hardware only together with others is not declared. `NODE.*` also stands for the node itself.
+option that changes no curve only if others have certain values is not declared. `NODE.*` also stands for the node
+itself.
 """
 
 from fnmatch import fnmatchcase

@@ -30,7 +30,7 @@ def measure_all_reduce(cfg: DictConfig) -> dict[str, float]:
     store = dist.PrefixStore("doctor", connect_ranks(env)) if env else dist.HashStore()
     values = torch.ones(_SIZE, device=_device(cfg, local_rank))
     try:
-        hosts = _wait_for_ranks(store, rank, world_size)
+        hosts = _names_of_hosts(store, rank, world_size)
         with ThreadPool(1) as pool:  # a call of NCCL that hangs cannot be interrupted
             seconds = pool.apply_async(_time_all_reduce, (values, store, rank, world_size)).get(_TIMEOUT)
     except multiprocessing.TimeoutError:
@@ -52,7 +52,7 @@ def _device(cfg: DictConfig, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank if isinstance(devices, int) else devices[local_rank])
 
 
-def _wait_for_ranks(store: dist.Store, rank: int, world_size: int) -> list[str]:
+def _names_of_hosts(store: dist.Store, rank: int, world_size: int) -> list[str]:
     """Wait until every rank has a tensor on its device; return the names of the hosts, or raise a UserError."""
     store.set(f"ready/{rank}", socket.gethostname())
     if missing := missing_ranks(store, "ready", world_size, timedelta(seconds=_TIMEOUT)):

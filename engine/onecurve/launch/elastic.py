@@ -97,12 +97,12 @@ class DevicePolicy:
             return True
         names = [str(key) for key in self.cfg.strategy if key != NOT_PASSED]
         strategy = build(OmegaConf.masked_copy(self.cfg.strategy, names))
-        from onecurve.parallel.compatibility import check_virtual_ranks  # late, because it imports Lightning
+        from onecurve.parallel.compatibility import check_can_be_bit_exact  # late, because it imports Lightning
 
         try:
             getattr(strategy, "check_world_size", lambda _: None)(size)
             if self.cfg.bit_exact and size > 1:
-                check_virtual_ranks(strategy, self.cfg.virtual_ranks, size)
+                check_can_be_bit_exact(strategy, self.cfg.virtual_ranks, size)
         except UserError:
             return False
         return True

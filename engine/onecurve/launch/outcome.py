@@ -82,7 +82,7 @@ def append_traceback(error: Exception, run_dir: str, rank: int) -> None:
             traceback.print_exception(error, file=file)
 
 
-def describe(error: Exception, run_dir: str) -> str:
+def text_for_terminal(error: Exception, run_dir: str) -> str:
     """Return what the terminal shows of an error: one line for a user error, otherwise the user's frames.
 
     The log of the rank has the whole traceback.
@@ -145,8 +145,11 @@ def _first_report(reports: Path, run_dir: str) -> Exception | None:
 
 
 @contextlib.contextmanager
-def run_recorded(cfg: DictConfig) -> Iterator[None]:
-    """Record that an earlier process of the run was killed, then how this one ends, and write the page of the run."""
+def recorded_command(cfg: DictConfig) -> Iterator[None]:
+    """Record that an earlier process was killed, then how this one fails or stops; write the page of the run.
+
+    `run_experiment` records a run that has finished, in rank zero.
+    """
     lock = named_lock(f"run {Path(cfg.run_dir).resolve()}")
     try:
         lock.acquire(timeout=_LOCK_TIMEOUT)

@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from onecurve.config.resolve import device_count, resolve_config
 from onecurve.errors import UserError
 from onecurve.launch.external import connect_ranks, plan_strategy, share_config
-from onecurve.launch.outcome import exit_rank, run_recorded
+from onecurve.launch.outcome import exit_rank, recorded_command
 from onecurve.launch.workers import launch_workers, run_rank
 from onecurve.process.rank import detect_cluster_environment
 from onecurve.process.ranks import check_tasks_are_started, launcher
@@ -61,9 +61,9 @@ def launch(
         )
     is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if devices == 1 and not is_sweep and not cfg.launch.max_restarts:
-        with run_recorded(cfg):
+        with recorded_command(cfg):
             return run_rank(cfg, rank=0, keep_trainer=keep_trainer)
-    with around_workers(cfg), run_recorded(cfg):
+    with around_workers(cfg), recorded_command(cfg):
         return launch_workers(cfg)
 
 
@@ -83,7 +83,7 @@ def _join_started_ranks(
         raise
     with os.fdopen(os.dup(2), "w") as terminal:  # above rank zero, stderr becomes the rank's log
         try:
-            with run_recorded(cfg) if rank == 0 else nullcontext():
+            with recorded_command(cfg) if rank == 0 else nullcontext():
                 return run_rank(cfg, rank, keep_trainer)
         except Exception as error:
             if dist.is_initialized():

@@ -25,9 +25,8 @@ from onecurve.launch.elastic import (
 from onecurve.launch.outcome import RankFailedError, exit_rank, first_failure, fold_frames, record_restart
 from onecurve.process import signals
 from onecurve.process.rank import REPORT_FILE, close_process_group, connect_debugger, cores_per_rank, log_to_folder
+from onecurve.process.ranks import forget_launcher
 from onecurve.records.events import append_event, read_events
-
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
 
 
 def run_rank(cfg: DictConfig, rank: int, keep_trainer: Callable[[Any], None] | None = None) -> dict[str, float]:
@@ -35,8 +34,8 @@ def run_rank(cfg: DictConfig, rank: int, keep_trainer: Callable[[Any], None] | N
 
     With doctor=true, measure an all-reduce instead.
 
-    After an error the process group stays open: closing it would fail the other ranks before this one has reported its
-    error, and NCCL might wait for them.
+    `Trainer.fit` opens the process group, and this function closes it. After an error it stays open: closing it would
+    fail the other ranks before this one has reported its error, and NCCL might wait for them.
     """
     if cfg.doctor:
         from onecurve.launch.all_reduce import measure_all_reduce
@@ -182,20 +181,13 @@ def _run_worker(cfg: DictConfig, launcher: int) -> dict[str, float] | int:
     rank = int(os.environ["RANK"])
     connect_debugger(rank)
     if runs_in_single_process(cfg):
-        _remove_launcher_variables()
+        forget_launcher(keep=REPORT_FILE)
     try:
         return run_rank(cfg, rank)
     except signals.Stopped as stopped:
         return stopped.number
     except Exception as error:
         exit_rank(error, cfg.run_dir, rank)
-
-
-def _remove_launcher_variables() -> None:
-    """Keep the strategy's own launcher from taking this single process for one rank of many."""
-    for name in list(os.environ):
-        if name.startswith(_LAUNCHER_VARIABLES) and name != REPORT_FILE:
-            del os.environ[name]
 
 
 def _silence_launchers() -> None:

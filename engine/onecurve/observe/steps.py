@@ -11,7 +11,10 @@ _MAX_INTERVAL = 200  # steps between two polls; a larger number would delay a po
 
 
 def trained_steps(trainer: L.Trainer) -> int:
-    """Return the number of steps that the run has trained; `global_step` counts those of each optimizer."""
+    """Return the number of steps that the run has trained; `global_step` counts those of each optimizer.
+
+    In a process that only evaluates it is zero. The step at which loggers log is `steps_of_loggers`.
+    """
     return trainer.fit_loop.epoch_loop.batch_progress.total.processed
 
 
@@ -19,7 +22,7 @@ def is_log_point(trainer: L.Trainer, step: int) -> bool:
     """Return whether training metrics are logged at an optimizer step: the first, the last, and each interval's end.
 
     Args:
-        trainer: `log_every_n_steps` is the interval, and `last_step` the last step, which `OptimizerSteps` sets.
+        trainer: `log_every_n_steps` is the interval, and `last_step` the last step, which `ScheduleCheck` sets.
         step: number of the step, counted from one: `trained_steps` after the step, one more before it.
     """
     return step % trainer.log_every_n_steps == 0 or step == 1 or step == getattr(trainer, "last_step", None)

@@ -4,7 +4,9 @@ import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from signal import SIGINT
 from typing import Any, Literal
 
 import torch
@@ -14,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from onecurve.errors import UserError, check_choice
 from onecurve.patches import lightning_strategies
+from onecurve.process.signals import RESIZE, Stopped
 
 _log = logging.getLogger(__name__)
 _INIT_TIMEOUT = 20.0  # seconds
@@ -148,14 +151,20 @@ def online_or_offline() -> str:
     return mode or "online"
 
 
-def mark_wandb_preempted() -> None:
-    """Mark this process's W&B run as preempted, so that the agent of a W&B sweep starts it again."""
-    _call_wandb("mark_preempting")
+@contextlib.contextmanager
+def wandb_ends() -> Iterator[None]:
+    """End this process's W&B run, if it has one, with the code in this context: as finished, failed or preempted.
 
-
-def finish_wandb(succeeded: bool) -> None:
-    """End this process's W&B run, if it has one."""
-    _call_wandb("finish", exit_code=0 if succeeded else 1)
+    The agent of a W&B sweep starts a preempted run again; SIGINT is the user's own end, and RESIZE the launcher's.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Stopped) and error.number not in (SIGINT, RESIZE):
+            _call_wandb("mark_preempting")
+        _call_wandb("finish", exit_code=1)
+        raise
+    _call_wandb("finish", exit_code=0)
 
 
 def _call_wandb(function: str, **options: Any) -> None:

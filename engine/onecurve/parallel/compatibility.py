@@ -83,7 +83,7 @@ def check_callbacks(trainer: L.Trainer) -> None:
         )
 
 
-def check_parts(trainer: Any, module: L.LightningModule) -> None:
+def check_division(trainer: Any, module: L.LightningModule) -> None:
     """Check that the steps of a `onecurve.Trainer` can be divided into micro-batches, or virtual ranks one by one."""
     accumulate, devices = trainer.accumulate, trainer.num_devices * trainer.num_nodes
     started = int(os.environ["WORLD_SIZE"]) if launcher() == "torchrun" else devices
@@ -108,7 +108,7 @@ def check_parts(trainer: Any, module: L.LightningModule) -> None:
             f"trainer.accumulate_grad_batches=1 (now {accumulate})"
         )
     if trainer.bit_exact:
-        check_virtual_ranks(trainer.strategy, trainer.virtual_ranks, devices)
+        check_can_be_bit_exact(trainer.strategy, trainer.virtual_ranks, devices)
 
 
 def _check_layers(module: L.LightningModule) -> None:
@@ -127,7 +127,7 @@ def _check_layers(module: L.LightningModule) -> None:
             )
 
 
-def check_virtual_ranks(strategy: Any, count: int, world_size: int) -> None:
+def check_can_be_bit_exact(strategy: Any, count: int, world_size: int) -> None:
     """Check that so many processes of a strategy can compute the virtual ranks of a run one by one."""
     if isinstance(strategy, SingleDeviceStrategy):
         return

@@ -1,14 +1,13 @@
 """DDP in processes that Lightning spawns, as in many tutorials; `strategy=ddp` starts faster and shuts down better."""
 
 import multiprocessing
-import signal
 from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import torch.multiprocessing as mp
 
-from onecurve.observe.wandb import finish_wandb, mark_wandb_preempted
+from onecurve.observe.wandb import wandb_ends
 from onecurve.parallel.ddp import DDP
 from onecurve.patches.lightning_loops import set_steps_of_loggers, steps_of_loggers
 from onecurve.patches.lightning_strategies import SpawnLauncher
@@ -41,18 +40,16 @@ class _Launcher(SpawnLauncher):
         # All ranks are on this host. Lightning logs before it sets the strategy up.
         log_to_folder(trainer.default_root_dir, rank=rank)
         try:
-            run()
-        except BaseException as error:
-            for logger in trainer.loggers:
-                logger.finalize("failed")  # Lightning does so only in processes that it did not spawn
-            is_preempted = isinstance(error, signals.Stopped)
-            if is_preempted and error.number not in (signal.SIGINT, signals.RESIZE):
-                mark_wandb_preempted()
-            finish_wandb(succeeded=False)
-            if is_preempted:  # all ranks stop together, so no rank waits in a collective
-                close_process_group()
+            with wandb_ends():
+                try:
+                    run()
+                except BaseException:
+                    for logger in trainer.loggers:
+                        logger.finalize("failed")  # Lightning does so only in processes that it did not spawn
+                    raise
+        except signals.Stopped:  # all ranks stop together, so no rank waits in a collective
+            close_process_group()
             raise
-        finish_wandb(succeeded=True)
         close_process_group()
 
     def get_extra_results(self, trainer: L.Trainer) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 Evaluation has every sample once, so ranks may hold different numbers of predictions, which torch gathers with a crash.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy
@@ -23,12 +23,12 @@ def gather_objects(own: Any) -> list[Any]:
     return ranks
 
 
-def group_of_samples(kwargs: Mapping[str, Any] | None) -> Any:
-    """Return the group of ranks that share the samples of an evaluation, from `distributed_sampler_kwargs`.
+def group_of_samples(trainer: L.Trainer) -> Any:
+    """Return the group of ranks that share the samples of an evaluation; None if all ranks do so.
 
-    None if all ranks do so. The ranks of one pipeline hold the same samples, and one of its replicas has others.
+    The ranks of one pipeline hold the same samples, and one of its replicas has others.
     """
-    group = (kwargs or {}).get("group")
+    group = (trainer.distributed_sampler_kwargs or {}).get("group")
     return group if group is not None and dist.get_world_size(group) < dist.get_world_size() else None
 
 
@@ -40,7 +40,7 @@ def all_gather(strategy: ParallelStrategy, tensor: Tensor, group: Any = None, sy
     """
     trainer: Any = strategy.lightning_module.trainer
     if not trainer.training and (group is None or group is dist.group.WORLD):  # LightningModule.all_gather names it
-        group = group_of_samples(strategy.distributed_sampler_kwargs) or group
+        group = group_of_samples(trainer) or group
     may_differ = tensor.ndim > 0 and (not trainer.training or trainer.datamodule.bit_exact)
     counts = [len(tensor)] * dist.get_world_size(group) if may_differ else []
     if may_differ:

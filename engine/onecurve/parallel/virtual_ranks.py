@@ -178,7 +178,8 @@ class PassSums:
     def _add(self, of_processes: Sequence[range], group: Any) -> tuple[list[Tensor], list[Tensor]]:
         """Return the sums of the gradients, and the means of the buffers, over all virtual ranks."""
         gradients, means = self._gradients.nodes, self._means.nodes
-        if gradients.keys() != means.keys():  # the strategy has added the gradients over the processes
+        are_gradients_complete = gradients.keys() != means.keys()  # FSDP has added them over the processes
+        if are_gradients_complete:
             return gradients[0, self.count], sum_over_ranks(self._means, of_processes, group)
         both = TreeSum()
         both.nodes = {key: [*gradients[key], *means[key]] for key in gradients}

@@ -7,6 +7,7 @@ from onecurve.errors import UserError
 # The variables of one rank. A shell may keep them from another job, and torch, Lightning and other libraries read them.
 OF_A_RANK = ["RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
 OF_A_RANK += ["MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID"]
+_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
 
 
 def launcher() -> str | None:
@@ -37,6 +38,13 @@ def forget_other_ranks() -> None:
     if launcher() is None:
         for name in OF_A_RANK:
             os.environ.pop(name, None)
+
+
+def forget_launcher(keep: str) -> None:
+    """Remove the launcher's variables, but one, so that a strategy does not take a single process for one of many."""
+    for name in list(os.environ):
+        if name.startswith(_OF_LAUNCHERS) and name != keep:
+            del os.environ[name]
 
 
 def _has_tasks() -> bool:

@@ -116,7 +116,7 @@ def _exit_when_terminated_by(rank: int) -> None:
 
 
 def requested() -> int:
-    """Return the number of the signal that this process, or its launcher, received first, RESIZE, or 0 for none."""
+    """Return the first signal of this process or its launcher, RESIZE if the launcher asks for other devices, or 0."""
     if _received:
         return _received[0][0]
     flag = os.environ.get(FLAG_FILE)

@@ -39,7 +39,8 @@ class SampleRandom:
         device: device of the module.
         is_divided: whether ranks or micro-batches hold parts of the global batch.
         calls: number of calls of random functions so far.
-        shift: added to the seed of torch's CPU generator, whose number a call takes.
+        shift: added to the seed of torch's CPU generator, which gives the number of a call: a virtual rank has another
+            seed, and its calls keep the numbers that they have without virtual ranks.
     """
 
     make_keys: Callable[[], Tensor] | None = None
@@ -68,7 +69,7 @@ class SampleRandom:
         return torch.initial_seed() + self.shift
 
     def begin_micro_batch(self, keys: Tensor, seed: int) -> None:
-        """Draw for the samples of a micro-batch, with a seed of torch's CPU generator."""
+        """Draw for the samples of a micro-batch of a pipeline's schedule, with a seed of torch's CPU generator."""
         self.check()
         self.keys = keys
         torch.default_generator.manual_seed(seed)
@@ -191,7 +192,7 @@ def _multi_head_attention(query: Tensor, *args: Any, **kwargs: Any) -> Any:
         return _MULTI_HEAD_ATTENTION(query, *args, **kwargs)
 
 
-_FUNCTIONS: dict[tuple[Any, str], Any] = {
+_FUNCTIONS: dict[tuple[Any, str], Any] = {  # `refusal` names them, too
     **{(F, name): _dropout_of(name) for name in ("dropout", "dropout1d", "dropout2d", "dropout3d")},
     (F, "scaled_dot_product_attention"): _attention,
     (F, "multi_head_attention_forward"): _multi_head_attention,
@@ -271,18 +272,15 @@ class RandomNumbers(L.Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         sample_random.end()
 
-    def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_validation_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         self._begin_batch(trainer, 0)  # the number of a batch depends on the accumulation, the keys do not
 
-    def on_validation_batch_end(self, *_: Any) -> None:
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         sample_random.check()
         sample_random.end()
 
-    def on_test_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._begin_batch(trainer, 0)
-
-    def on_test_batch_end(self, *_: Any) -> None:
-        self.on_validation_batch_end()
+    on_test_batch_start = on_validation_batch_start
+    on_test_batch_end = on_validation_batch_end
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         release()

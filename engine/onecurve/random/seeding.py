@@ -60,8 +60,8 @@ class SeededSamples(Dataset[Any]):
     Args:
         dataset: the samples.
         collate: makes a batch of samples.
-        is_divided: whether the global batch has other batches too, so that `collate` must not draw random numbers nor
-            change the number of samples.
+        is_divided: whether other ranks or micro-batches hold parts of the same global batch, so that `collate` must not
+            draw random numbers nor change the number of samples.
         axis: what has the number of samples in a batch, if it is known.
     """
 

@@ -13,7 +13,7 @@ from onecurve.records.files import METRICS, append_json_line, read_json_lines
 _log = logging.getLogger(__name__)
 _FILE = "events.jsonl"
 STARTS = ("start", "resume")
-ENDS = ("stopped", "failed", "killed", "finished")
+ENDS = ("stopped", "failed", "killed", "finished")  # `_STATUS` of extras/report/run_page.py has a color for each
 
 
 def append_event(
@@ -62,8 +62,8 @@ def append_end(run_dir: str | Path, event: str, reason: str | None, seconds: flo
 
 
 @contextmanager
-def recorded_end(run_dir: str | Path) -> Iterator[None]:
-    """Record that an earlier process of the run was killed, if so, and then how the code in this context ends."""
+def recorded_fit(run_dir: str | Path) -> Iterator[None]:
+    """Record the fit of a script: that an earlier process of the run was killed, if so, and how this one ends."""
     append_kill(run_dir)
     try:
         yield

@@ -18,7 +18,7 @@ from onecurve.errors import UserError
 _BETTER = {"loss": "min", "acc": "max", "accuracy": "max"}  # by the last word of a metric
 _log = logging.getLogger(__name__)
 # What has no meaning here, or is given to Lightning already; its own defaults may stand in a script.
-_REFUSED = {
+REFUSED = {
     "use_distributed_sampler": True,
     "enable_autolog_hparams": True,
     "overfit_batches": 0.0,
@@ -34,7 +34,7 @@ def check_arguments(seed: Any, virtual_ranks: Any, bit_exact: Any, kwargs: dict[
         raise UserError(f"virtual_ranks={virtual_ranks}: give an integer of at least one")
     if not isinstance(bit_exact, bool):
         raise UserError(f"bit_exact={bit_exact}: give true or false")
-    for name, default in _REFUSED.items():
+    for name, default in REFUSED.items():
         if (value := kwargs.pop(name, default)) != default:
             raise UserError(f"Trainer({name}={value}) has no meaning here: leave it out")
     every = kwargs.get("log_every_n_steps")

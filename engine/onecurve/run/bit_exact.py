@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import torch
 
 from onecurve.network.tensors import to_local
 from onecurve.parallel.gradients import clip_by_norm_over
-from onecurve.run.step import evaluate_virtual_ranks
+from onecurve.run.step import without_collectives
 
 
 def numerics(module: L.LightningModule) -> dict[str, Any]:
@@ -40,7 +41,9 @@ class BitExactness(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # Lightning's advice to set sync_dist=True; values are those of all virtual ranks already.
         warnings.filterwarnings("ignore", "It is recommended to use `self.log")
-        evaluate_virtual_ranks(trainer.strategy)
+        for name in ("validation_step", "test_step"):
+            step = getattr(type(trainer.strategy), name)
+            setattr(trainer.strategy, name, partial(_evaluate, trainer.strategy, step))
         # On torch's fast path transformers have other last bits for some lengths; FSDP's hooks keep them off it.
         self._has_fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
@@ -53,3 +56,12 @@ class BitExactness(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         plugin, ranks = cast(Any, trainer.precision_plugin), trainer.distributed_sampler_kwargs or {}
         plugin.clip_grad_by_norm = partial(clip_by_norm_over, ranks.get("model_group"), is_bit_exact=True)
+
+
+def _evaluate(strategy: Any, step: Callable[..., Any], batch: Any, batch_idx: int | None = None, *loader: int) -> Any:
+    """Call `validation_step` or `test_step` with the number of a virtual rank's batch, and without collectives."""
+    indices = loader
+    if batch_idx is not None:
+        indices = (batch_idx // len(strategy.lightning_module.trainer.datamodule.division.own_virtual_ranks), *loader)
+    with without_collectives(strategy):
+        return step(strategy, batch, *indices)

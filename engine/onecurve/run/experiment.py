@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from signal import SIGINT
 from typing import Any
 
 import lightning as L
@@ -15,10 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 from onecurve.checkpoint.io import load_initial_weights
 from onecurve.data.ordered_data import OrderedData
 from onecurve.errors import UserError, as_typed
-from onecurve.observe.wandb import finish_wandb, mark_wandb_preempted
+from onecurve.observe.wandb import wandb_ends
 from onecurve.patches.lightning_loops import steps_of_loggers
-from onecurve.process.signals import RESIZE, Stopped
 from onecurve.records.events import append_event
+from onecurve.run.arguments import REFUSED
 from onecurve.run.predictions import PredictionWriter, SamplePredictions
 from onecurve.run.trainer import Trainer
 from onecurve.targets import NOT_PASSED, build, check_options, locate
@@ -37,8 +36,7 @@ _KNOWN_ERRORS = {
     ),
 }
 # Arguments of Lightning's Trainer that `build_trainer` gives, or that have no meaning here.
-_OWN_ARGUMENTS = "strategy callbacks enable_checkpointing logger default_root_dir plugins".split()
-_OWN_ARGUMENTS += ["use_distributed_sampler", "overfit_batches", "fast_dev_run"]
+_OWN_ARGUMENTS = ["strategy", "callbacks", "enable_checkpointing", "logger", "default_root_dir", "plugins", *REFUSED]
 
 
 def run_experiment(cfg: DictConfig, keep_trainer: Callable[[Trainer], None] | None = None) -> dict[str, float]:
@@ -48,18 +46,13 @@ def run_experiment(cfg: DictConfig, keep_trainer: Callable[[Trainer], None] | No
         cfg: the resolved configuration.
         keep_trainer: gets the trainer that the function has returned.
     """
-    succeeded = False
     try:
-        trainer = locate("launch.function", cfg.launch.function)(cfg)
+        with wandb_ends():
+            trainer = locate("launch.function", cfg.launch.function)(cfg)
         if not isinstance(trainer, Trainer):
             raise UserError(
                 f"launch.function={cfg.launch.function} returns no trainer: let it end with `return trainer`"
             )
-        succeeded = True
-    except Stopped as stopped:
-        if stopped.number not in (SIGINT, RESIZE):  # the user's own end, and the launcher's: no scheduler repeats them
-            mark_wandb_preempted()
-        raise
     except SystemExit as interrupted:
         if isinstance(interrupted.__context__, KeyboardInterrupt):  # Lightning replaces it: call.py, line 60
             raise KeyboardInterrupt from None
@@ -75,8 +68,6 @@ def run_experiment(cfg: DictConfig, keep_trainer: Callable[[Trainer], None] | No
         if "could not find the monitored key" in message:
             message += " Set the `monitor` of this callback, such as callbacks.best.monitor, or callbacks.best=null"
         raise UserError(message) from error
-    finally:
-        finish_wandb(succeeded)
     metrics = {name: float(value) for name, value in trainer.final_metrics.items()}
     if trainer.is_global_zero:
         # `ddp_spawn` restores this count in the main process, but not `global_step`.
@@ -91,7 +82,7 @@ def run_experiment(cfg: DictConfig, keep_trainer: Callable[[Trainer], None] | No
 def assemble(cfg: DictConfig) -> tuple[Trainer, L.LightningModule, OrderedData]:
     """Build the trainer, the module with its initial weights, and the data in its order: the same on every rank."""
     trainer = build_trainer(cfg)
-    return trainer, build_module(cfg, trainer), trainer.order(build(cfg.data))
+    return trainer, build_module(cfg, trainer), trainer.ordered_data(build(cfg.data))
 
 
 def build_trainer(cfg: DictConfig) -> Trainer:

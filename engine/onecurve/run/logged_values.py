@@ -1,11 +1,15 @@
-"""What `self.log` of a module becomes: values that count the samples of each rank, and are logged at log points."""
+"""What `self.log` of a module becomes: values that count the samples of each rank, and are logged at log points.
+
+`patch_trainer` of `onecurve/run/training_loop.py` gives a trainer both classes.
+"""
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,7 +17,7 @@ from torchmetrics import Metric
 
 from onecurve.errors import UserError
 from onecurve.observe.steps import is_log_point
-from onecurve.parallel.gather import gather_objects
+from onecurve.parallel.gather import gather_objects, group_of_samples
 from onecurve.patches.lightning_loops import LoggedMean, LoggerConnector, Results, steps_of_loggers
 from onecurve.patches.torchmetrics import default_states, reductions
 from onecurve.run.metric_states import VirtualMetrics
@@ -25,21 +29,18 @@ _log = logging.getLogger(__name__)
 class LoggedValues(Results):
     """Counts the samples of a logged mean as floats, and names the reduction of a maximum or minimum.
 
-    Lightning averages the counts over the ranks as integers, which rounds down, and declares a sum for torchmetrics,
-    which `MetricStates` uses. (trainer/connectors/logger_connector/result.py, line 202;
-    fabric/utilities/distributed.py, `_sync_ddp`)
+    Lightning averages the counts over the ranks as integers, which rounds down. It also tells torchmetrics that a
+    maximum is a sum, which `MetricStates` would then take. `__setitem__` corrects both.
+    (trainer/connectors/logger_connector/result.py, line 202; fabric/utilities/distributed.py, `_sync_ddp`)
 
     Where `virtual` reduces the means of evaluation over virtual ranks, processes have the same values, and need not
-    synchronize them. Otherwise those that share the samples do so, of which `group` returns the group, or None.
+    synchronize them. Otherwise the ranks that share the samples do so.
     """
 
-    def __init__(
-        self, training: bool, dtype: torch.dtype, virtual: VirtualMetrics | None, group: Callable[[], Any]
-    ) -> None:
+    def __init__(self, training: bool, dtype: torch.dtype, virtual: VirtualMetrics | None, trainer: L.Trainer) -> None:
         super().__init__(training)
-        self.dtype, self.virtual, self._group = dtype, virtual, group
+        self.dtype, self.virtual, self._trainer = dtype, virtual, trainer
         self._pass_log: PassLog | None = None
-        self.ranks = 1  # that divide a global batch
         self.rank_weight, self.samples = 1.0, 0  # of this rank's step: samples, also relative to the mean of the ranks
         self._warned = set[str]()
 
@@ -63,12 +64,14 @@ class LoggedValues(Results):
         if self.rank_weight != 1 and isinstance(value, Tensor) and options["sync_dist"]:
             value, options = self._weighted(value, options)
         if options["sync_dist"] and options["sync_dist_group"] is None:  # a sum counts each sample once
-            options = options | {"sync_dist_group": self._group()}
+            options = options | {"sync_dist_group": group_of_samples(self._trainer)}
         super().log(fx, name, value, **options | {"sync_dist": options["sync_dist"] and not self.virtual})
 
     def _warn_of_share(self, name: str, metric: Metric) -> None:
         """Warn once of a metric whose value of a step, as torchmetrics computes it, is that of this rank's samples."""
-        if self.ranks > 1 and not self.virtual and not metric.dist_sync_on_step and name not in self._warned:
+        data: Any = cast(Any, self._trainer).datamodule
+        is_shared = data.parallel.dp_size > 1 and not self.virtual and not metric.dist_sync_on_step
+        if is_shared and name not in self._warned:
             self._warned.add(name)
             _log.warning(
                 "%s: the value of a step is that of rank zero's samples: make the metric with dist_sync_on_step=True, "

@@ -1,16 +1,16 @@
 """The ranks over which metrics synchronize: those that share the samples, and not all ranks of a pipeline."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import torch.distributed as dist
-from torch import Tensor, nn
-from torchmetrics import Metric
+from torch import Tensor
 from torchmetrics.metric import jit_distributed_available
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from onecurve.parallel.gather import group_of_samples
+from onecurve.run.metric_states import metrics_of
 
 
 class MetricGroups(L.Callback):
@@ -24,12 +24,12 @@ class MetricGroups(L.Callback):
         self._gather: Callable[..., Any] | None = None  # one function, by which `teardown` knows it
 
     def _begin(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        group = group_of_samples(trainer.distributed_sampler_kwargs)
+        group = group_of_samples(trainer)
         if group is None or trainer.datamodule.bit_exact:
             return
         is_alone = dist.get_world_size(group) == 1
         self._gather = self._gather or _gather_over(group)
-        for metric in _metrics(trainer, pl_module):
+        for metric in metrics_of(trainer, pl_module).values():
             if metric.process_group is not None or metric.dist_sync_fn is not None:
                 continue
             if not is_alone:
@@ -41,18 +41,12 @@ class MetricGroups(L.Callback):
     on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _begin
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        for metric in _metrics(trainer, pl_module):
+        for metric in metrics_of(trainer, pl_module).values():
             if metric.dist_sync_fn is not None and metric.dist_sync_fn is self._gather:
                 metric.dist_sync_fn = None
             if metric.distributed_available_fn is _is_never_distributed:
                 metric.distributed_available_fn = jit_distributed_available
         self._gather = None
-
-
-def _metrics(trainer: Any, module: L.LightningModule) -> Iterator[Any]:
-    values = [value for callback in trainer.callbacks for value in vars(callback).values()]
-    for owner in [module, *(value for value in values if isinstance(value, nn.Module))]:
-        yield from (part for part in owner.modules() if isinstance(part, Metric))
 
 
 def _gather_over(group: Any) -> Callable[..., Any]:

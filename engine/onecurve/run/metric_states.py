@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -36,7 +36,8 @@ class VirtualMetrics(L.Callback):
 
     So a metric has the value that it would have on as many processes, to the last bit. The metrics are those of the
     module and of callbacks, and Lightning's means of values that are logged in evaluation. Outside of the passes of
-    virtual ranks, hooks see the states of virtual rank 0; what they change in a process without it has no effect.
+    virtual ranks, hooks see the states of virtual rank 0; in a process that does not compute virtual
+    rank 0, what they change in a metric is lost.
     """
 
     def __init__(self) -> None:
@@ -50,12 +51,7 @@ class VirtualMetrics(L.Callback):
 
     def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Change how the metrics synchronize and reset their states."""
-        self.metrics = _metrics(pl_module)
-        for number, callback in enumerate(trainer.callbacks):
-            for name, value in vars(callback).items():
-                found = _metrics(value, f"callbacks.{number}.{name}") if isinstance(value, nn.Module) else {}
-                known = set(map(id, self.metrics.values()))
-                self.metrics |= {name: metric for name, metric in found.items() if id(metric) not in known}
+        self.metrics = metrics_of(trainer, pl_module)
         for name, metric in self.metrics.items():
             vars(metric)["sync_context"] = partial(self._reduced, name, metric)
             vars(metric)["reset"] = partial(self._reset, name, metric)
@@ -241,6 +237,17 @@ class MetricStates(L.Callback):
                 is_mean = reductions(metric).get(key, dim_zero_mean) is dim_zero_mean
                 if is_mean or trainer.datamodule.parallel.dp_rank == 0:
                     setattr(metric, key, value)
+
+
+def metrics_of(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Metric]:
+    """Return the metrics of the module and of callbacks by name, each of them once."""
+    metrics = _metrics(module)
+    for number, callback in enumerate(cast(Any, trainer).callbacks):
+        for name, value in vars(callback).items():
+            found = _metrics(value, f"callbacks.{number}.{name}") if isinstance(value, nn.Module) else {}
+            known = set(map(id, metrics.values()))
+            metrics |= {name: metric for name, metric in found.items() if id(metric) not in known}
+    return metrics
 
 
 def _metrics(module: nn.Module, prefix: str = "") -> dict[str, Metric]:

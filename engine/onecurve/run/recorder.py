@@ -45,17 +45,16 @@ class RunRecorder(L.Callback):
     def __init__(self, config: DictConfig | None, loggers: Iterable[Logger] = ()) -> None:
         self.config: Any = config
         self._loggers = loggers
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the experiment of an earlier fit of the same trainer."""
         self._resumed_at = 0  # optimizer step
         self._restored_metrics: dict[str, float] = {}
         self._numerics: dict[str, Any] = {}  # of the checkpoint that the run continues
         self._num_parameters = 0
         self._experiment: Experiment | None = None  # None without training data
         self._config_before: str | None = None  # the text of config.yaml, if a fit continues a run
-
-    def begin(self) -> None:
-        """Forget the experiment of an earlier fit of the same trainer."""
-        self._resumed_at, self._num_parameters, self._experiment = 0, 0, None
-        self._restored_metrics, self._numerics, self._config_before = {}, {}, None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not self._num_parameters:  # a later setup may find the network sharded or split

@@ -1,7 +1,7 @@
 """Compute an optimizer step in parts, each with a forward and a backward pass of its own.
 
 A batch of Lightning is an optimizer step, on any hardware: hooks, `batch_idx`, counts and logs come once per step.
-The loader yields the parts of a step (`onecurve/data/ordered_data.py`), and the closure that Lightning gives
+The loader yields the parts of a step (`RankLoader` of `onecurve/data/loader.py`), and the closure that Lightning gives
 to the optimizer computes them one after the other. The parts are micro-batches, whose gradients add up in place; or
 the virtual ranks of this process (`onecurve/parallel/virtual_ranks.py`). The mean loss of a rank that has more or
 fewer samples than others is weighted by them, so that the mean over the ranks is that of the samples.
@@ -12,9 +12,8 @@ gradients, and the backward pass; at the end the passes are finished, the hook `
 the passes have logged is logged once.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
@@ -46,15 +45,17 @@ class StepInParts(Optimization):
     def make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
         data, results = self.trainer.datamodule, results_of(self.trainer.fit_loop.epoch_loop)
         takes_weights = getattr(self.trainer.lightning_module, "takes_batch", False)
-        results.rank_weight = 1.0 if takes_weights else data.parts[0].weight
-        results.ranks = data.parallel.dp_size
-        results.samples = sum(len(part.samples) for part in data.parts)
-        if len(data.parts) == 1 and not data.bit_exact and results.rank_weight == 1:
+        weight = 1.0 if takes_weights else data.parts[0].weight  # equal for all parts of a rank in a step
+        results.rank_weight, results.samples = weight, sum(len(part.samples) for part in data.parts)
+        if len(data.parts) == 1 and not data.bit_exact and weight == 1:
             return super().make_closure(kwargs, optimizer, batch_idx)
-        return Closure(lambda: self._compute(kwargs, optimizer, batch_idx))
+        return Closure(lambda: self._compute(kwargs, optimizer, batch_idx, weight))
 
-    def _compute(self, kwargs: Any, optimizer: Any, step: int) -> ClosureResult:
-        """Compute the parts; return the mean loss, and what `training_step` returned besides."""
+    def _compute(self, kwargs: Any, optimizer: Any, step: int, weight: float) -> ClosureResult:
+        """Compute the parts; return the mean loss, and what `training_step` returned besides.
+
+        The loss of each part counts by `weight` in the mean over the ranks.
+        """
         trainer, data, outputs = self.trainer, self.trainer.datamodule, list[Any]()
         results, log = results_of(trainer.fit_loop.epoch_loop), PassLog(trainer.strategy.root_device)
         plugin, module = trainer.precision_plugin, trainer.lightning_module
@@ -79,7 +80,7 @@ class StepInParts(Optimization):
                             passes.virtual.keep_gradients()
                     if backward and output.closure_loss is not None:
                         with results.divert(log):
-                            backward(output.closure_loss * results.rank_weight / divisor)
+                            backward(output.closure_loss * weight / divisor)
                 log.end_pass(output.loss)
                 outputs.append(output.extra)
         data.end_parts()
@@ -134,7 +135,7 @@ class _VirtualRankPasses:
         """Compute a virtual rank, which draws its own random numbers."""
         virtual_rank = self.virtual.own[number]
         self._begin_part(virtual_rank, part)
-        with _without_collectives(self.trainer.strategy), self.virtual.one_pass(virtual_rank):
+        with without_collectives(self.trainer.strategy), self.virtual.one_pass(virtual_rank):
             yield
 
     def finish(self, rows: Tensor) -> Tensor:
@@ -162,21 +163,7 @@ def _callback(trainer: Any, kind: type[_T]) -> _T:
     return next(callback for callback in trainer.callbacks if isinstance(callback, kind))
 
 
-def evaluate_virtual_ranks(strategy: Any) -> None:
-    """Let `validation_step` and `test_step` count the batches of a virtual rank, and not communicate."""
-    for name in ("validation_step", "test_step"):
-        setattr(strategy, name, partial(_evaluate, strategy, getattr(type(strategy), name)))
-
-
-def _evaluate(strategy: Any, step: Callable[..., Any], batch: Any, batch_idx: int | None = None, *loader: int) -> Any:
-    indices = loader
-    if batch_idx is not None:
-        indices = (batch_idx // len(strategy.lightning_module.trainer.datamodule.division.own_virtual_ranks), *loader)
-    with _without_collectives(strategy):
-        return step(strategy, batch, *indices)
-
-
-def _without_collectives(strategy: Any) -> Any:
+def without_collectives(strategy: Any) -> Any:
     """Return a context in which the collectives of a strategy raise: others have not come so far."""
     return mock.patch.multiple(strategy, reduce=_refuse, all_gather=_refuse)
 

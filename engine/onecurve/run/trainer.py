@@ -26,14 +26,14 @@ from onecurve.data.module_data import GivenLoaders, ModuleData
 from onecurve.data.ordered_data import OrderedData
 from onecurve.errors import CheckpointUserError, UserError
 from onecurve.observe.csv import CSVLogger
-from onecurve.parallel.compatibility import check_callbacks, check_can_train, check_parts, resolve_strategy
+from onecurve.parallel.compatibility import check_callbacks, check_can_train, check_division, resolve_strategy
 from onecurve.parallel.norm_groups import NormGroups
 from onecurve.process import signals
 from onecurve.process.devices import resolve_devices
 from onecurve.process.rank import log_script, shorten_user_errors, tune_malloc
 from onecurve.random.dropout import use_sample_dropout
 from onecurve.random.random_functions import RandomNumbers
-from onecurve.records.events import recorded_end
+from onecurve.records.events import recorded_fit
 from onecurve.run.arguments import (
     as_list,
     check_arguments,
@@ -51,7 +51,7 @@ from onecurve.run.recorder import RunRecorder
 from onecurve.run.replicas import BufferCheck, EqualWeights, GatheredWeightCheck, ReplicaCheck
 from onecurve.run.script import describe_script
 from onecurve.run.stopping import PreemptionHandler, Watchdog
-from onecurve.run.training_loop import FiniteCheck, MonitorCheck, OptimizerSteps, patch_trainer
+from onecurve.run.training_loop import FiniteCheck, MonitorCheck, ScheduleCheck, patch_trainer
 
 _log = logging.getLogger(__name__)
 _FOLDER = "onecurve_logs"  # of a run without `default_root_dir`, beside Lightning's lightning_logs
@@ -200,7 +200,7 @@ class Trainer(L.Trainer):
             MetricGroups(),
             MetricStates(virtual),  # after ExactResumption, which saves the position
             RandomNumbers(self.seed),
-            OptimizerSteps(),
+            ScheduleCheck(),
             PredictedSamples(),
             MonitorCheck(own),
             FiniteCheck(),
@@ -235,7 +235,7 @@ class Trainer(L.Trainer):
         data = self._prepare("fit", model, loaders, datamodule, path)
         self._fitted = data.plain
         # The launcher of train.py records the end itself.
-        recording = recorded_end(self._folder) if self._is_script and self.is_global_zero else nullcontext()
+        recording = recorded_fit(self._folder) if self._is_script and self.is_global_zero else nullcontext()
         with self._interruptible(), recording:
             super().fit(model, datamodule=data, ckpt_path=path, weights_only=weights_only)
         self.final_metrics |= self.callback_metrics
@@ -328,7 +328,7 @@ class Trainer(L.Trainer):
                 "the same weights"
             )
 
-    def order(self, plain: L.LightningDataModule) -> OrderedData:
+    def ordered_data(self, plain: L.LightningDataModule) -> OrderedData:
         """Return the data of a run, in its order: the same object as long as the DataModule is the same."""
         if isinstance(plain, OrderedData):
             return plain
@@ -345,7 +345,7 @@ class Trainer(L.Trainer):
             raise UserError(f"{type(module).__name__} is of pytorch_lightning, another package: import lightning as pl")
         self.precision_plugin.convert_module(module)
         use_sample_dropout(module)
-        check_parts(self, module)
+        check_division(self, module)
         check_can_train(self.strategy, module)
         check_callbacks(self)
         check_callbacks_are_possible(named(module.configure_callbacks()))
@@ -366,7 +366,7 @@ class Trainer(L.Trainer):
             plain = GivenLoaders(loaders)
         if plain is None:
             plain = self._fitted if self._fitted is not None and stage != "fit" else ModuleData()
-        data = self.order(plain)
+        data = self.ordered_data(plain)
         self.prepare_module(module)
         if self._is_script:
             if stage == "fit" and not ckpt_path:

@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import lightning as L
@@ -13,7 +12,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from onecurve.errors import DivergedUserError, UserError
 from onecurve.network.tensors import to_local
 from onecurve.observe.steps import is_log_point, trained_steps
-from onecurve.parallel.gather import gather_objects, group_of_samples
+from onecurve.parallel.gather import gather_objects
 from onecurve.parallel.norm_groups import NormGroups
 from onecurve.patches.lightning_loops import CheckpointConnector, leave_signals_alone, replace_parts
 from onecurve.random.dropout import use_sample_dropout
@@ -28,20 +27,18 @@ _BATCH_HOOKS += ["on_validation_batch_start", "on_validation_batch_end"]
 
 
 def patch_trainer(trainer: L.Trainer, virtual: VirtualMetrics | None) -> None:
-    """Patch the parts of a trainer that results depend on; `virtual` is that of a run with `bit_exact`."""
+    """Give a trainer this library's step, logged values, log points and loading of checkpoints.
+
+    They are in `onecurve/run/step.py` and `onecurve/run/logged_values.py`; `virtual` is that of a run with `bit_exact`.
+    """
     leave_signals_alone(trainer)
     dtype = torch.float64 if trainer.precision == "64-true" else torch.float32
-    group = partial(_group_of_samples, trainer)  # which ddp_spawn pickles
 
     def logged_values(training: bool) -> LoggedValues:
-        return LoggedValues(training, dtype, virtual, group)
+        return LoggedValues(training, dtype, virtual, trainer)
 
     parts: Any = replace_parts(trainer, StepInParts, logged_values, _PreparingConnector, LogPoints)
     parts.virtual = virtual
-
-
-def _group_of_samples(trainer: L.Trainer) -> Any:
-    return group_of_samples(trainer.distributed_sampler_kwargs)
 
 
 def skip_empty_hooks(callbacks: Iterable[L.Callback]) -> None:
@@ -70,8 +67,8 @@ class _PreparingConnector(CheckpointConnector):
                 callback.setup(trainer, module, trainer.state.fn)
 
 
-class OptimizerSteps(L.Callback):
-    """Checks the interval of validation, and makes up for steps of ReduceLROnPlateau.
+class ScheduleCheck(L.Callback):
+    """Refuses schedules and validation intervals that do not fit the run; makes up for steps of ReduceLROnPlateau.
 
     Lightning steps ReduceLROnPlateau after an epoch's checkpoint is saved, and not at all
     after the first epoch of a restart (`_FitLoop.on_advance_end` and `_TrainingEpochLoop._update_learning_rates` in

@@ -25,10 +25,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from onecurve.data.batch_samplers import TrainingBatches
 from onecurve.data.layout import BatchLayout
 from onecurve.data.loader import RankLoader, epoch_order
 from onecurve.data.ordered_data import OrderedData
-from onecurve.data.sampler import TrainingBatches
 from onecurve.errors import UserError
 from onecurve.identity.fingerprint import _bytes_of
 from onecurve.run.experiment import run_experiment

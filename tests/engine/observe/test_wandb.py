@@ -16,7 +16,7 @@ from lightning.pytorch import loggers
 
 from onecurve.errors import UserError
 from onecurve.observe.guard import start_loggers
-from onecurve.observe.wandb import WandbLogger, finish_wandb, online_or_offline
+from onecurve.observe.wandb import WandbLogger, online_or_offline, wandb_ends
 from onecurve.run.experiment import run_experiment
 from tests.support.commands import TINY, TWO
 from tests.support.commands import run as run_command
@@ -80,7 +80,8 @@ def test_wandb_does_not_change_how_a_run_ends(
         raise ConnectionResetError("its service died")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=object(), finish=fail))
-    finish_wandb(succeeded=True)
+    with wandb_ends():
+        pass
     assert caplog.messages == ["wandb failed at the end of the run: ConnectionResetError: its service died"]
 
 

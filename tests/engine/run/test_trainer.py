@@ -289,7 +289,7 @@ def test_data_modules_and_the_loaders_of_a_module(folder: Path) -> None:
     data = BoringDataModule()
     one = trainer(folder)
     one.fit(Boring(), data, weights_only=True)  # a DataModule in the place of a loader, as Lightning takes it
-    assert one.datamodule is one.order(data)
+    assert one.datamodule is one.ordered_data(data)
     other = trainer(folder.with_name("own"))
     other.fit(OwnLoaders())
     assert other.global_step == 8

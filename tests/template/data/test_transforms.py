@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from onecurve.data.batch_samplers import TrainingBatches
 from onecurve.data.layout import BatchLayout, DataParallelInfo
 from onecurve.data.loader import RankLoader
-from onecurve.data.sampler import TrainingBatches
 from onecurve.errors import UserError
 from onecurve.random.hashing import permutation
 from src.data.images import ImageSet, ImageSplit, TransformedSplit, join

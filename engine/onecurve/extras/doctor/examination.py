@@ -39,7 +39,7 @@ _SHOWN = ("Python", "torch", "lightning", "hydra-core", "wandb")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _SHARED_MEMORY = Path("/dev/shm")
 _MIN_SHARED_MEMORY = 512 << 20  # bytes; Docker's default is 64 MiB
-_CHECKPOINTS = 2_000_000_000  # bytes that should be free
+_MIN_FREE_BYTES = 2_000_000_000  # bytes that should be free
 _WANDB_TIMEOUT = 8  # seconds for an answer of the server
 _STYLES = {"ok": "green", "error": "bold red"}
 
@@ -159,10 +159,10 @@ def check_disk(cfg: DictConfig) -> str:
         )
     folder = Path(HydraConfig.get().runtime.output_dir)
     free = shutil.disk_usage(folder).free
-    if free < _CHECKPOINTS:
+    if free < _MIN_FREE_BYTES:
         raise UserError(
-            f"{folder} has {free / 1e9:.1f} GB free, which is less than {_CHECKPOINTS / 1e9:.1f} GB: delete something, "
-            "or set run_dir to a folder on another disk"
+            f"{folder} has {free / 1e9:.1f} GB free, which is less than {_MIN_FREE_BYTES / 1e9:.1f} GB: delete "
+            "something, or set run_dir to a folder on another disk"
         )
     return f"{free / 1e9:.0f} GB free in {folder}"
 

@@ -16,7 +16,7 @@ from onecurve.errors import UserError
 from onecurve.extras.plan.profile import Operation, Part, Profile
 from onecurve.extras.plan.step import Collective, Estimate, Job
 from onecurve.parallel.batch_norm import ranks_that_share
-from onecurve.parallel.compatibility import check_virtual_ranks
+from onecurve.parallel.compatibility import check_can_be_bit_exact
 from onecurve.parallel.norm_groups import check_groups
 from onecurve.parallel.tree_sum import buckets, nodes_of
 from onecurve.patches.torch import AnyBatchNorm, ddp_buckets
@@ -67,7 +67,7 @@ class OneDevice:
         """Describe the passes of virtual ranks, in each of which a rank has the samples of one."""
         count = self.job.layout.virtual_ranks
         if self.job.ranks > 1:
-            check_virtual_ranks(self.strategy, count, self.job.ranks)
+            check_can_be_bit_exact(self.strategy, count, self.job.ranks)
         parallel = replace(self._layout(0).parallel, num_microbatches=1, in_turn=self.takes_turns)
         of_rank = [parallel.virtual_ranks(count, rank) for rank in range(self.replicas)]
         self.layout = virtual_layouts(self.job.layout.batch_size, parallel, count, self.job.layout.has_pairs)[0]

@@ -72,7 +72,7 @@ def test_division_of_weighted_batches(small: list[str], folder: Path) -> None:
 def test_data_without_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A DataModule of one's own need not have the option."""
     monkeypatch.setattr(HydraConfig, "get", lambda: SimpleNamespace(runtime=SimpleNamespace(output_dir=tmp_path)))
-    monkeypatch.setattr(examination, "_CHECKPOINTS", 0)
+    monkeypatch.setattr(examination, "_MIN_FREE_BYTES", 0)
     cfg = OmegaConf.create({"data": {"_target_": "mine.Data"}})
     assert finding("disk", cfg=cfg).startswith("ok: ")
 

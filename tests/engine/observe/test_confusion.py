@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import onecurve
 from onecurve.errors import UserError
-from onecurve.observe.evaluation import Evaluation
+from onecurve.observe.confusion import Evaluation
 from onecurve.run.experiment import run_experiment
 from tests.support.comparison import read_rows
 from tests.support.experiments import SHORT, SHORT_EPOCH

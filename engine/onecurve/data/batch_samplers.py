@@ -130,8 +130,8 @@ class EvaluationBatches(Sampler[Tensor]):
 
     There are as few batches as `batch_size` samples over all ranks allow, of equal size but for padding. The samples
     are assigned in rounds, in each of which a rank gets as many as its share. A batch has successive rounds, so a rank
-    alone keeps the order of the samples. The first batches have one round less if there are too few, because the last
-    round may be incomplete: each batch has at most one round of padding, and one of two rounds or more has a sample.
+    alone keeps the order of the samples. If the rounds do not fill all batches, the first batches have one round
+    less. So padding is at most one round of a batch, and a batch of two rounds or more has a sample.
 
     Args:
         order: the samples, as indices in the dataset.
