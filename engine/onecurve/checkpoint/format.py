@@ -42,6 +42,6 @@ CHECKPOINT_KEYS: dict[str, dict[str, str]] = {
     },
     "run/metric_states.py": {"metric_states": "what metrics have accumulated"},
     "run/ema.py": {"training_state_dict": "weights in training, where `state_dict` is their average"},
-    "parallel/sharded_state.py": {"shards": "name of the folder with each rank's part, if the file has none"},
+    "checkpoint/sharded.py": {"shards": "name of the folder with each rank's part; set in parallel/sharded_state.py"},
     "src/models/classifier.py": {"scheduler": "class of the scheduler, which a continued run compares"},
 }

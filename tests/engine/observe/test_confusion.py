@@ -105,7 +105,7 @@ def test_metrics_are_those_of_the_file(reference: Path) -> None:
 
 def test_module_of_the_user_that_returns_its_logits(small: list[str], pool: Pool, tmp_path: Path, folder: Path) -> None:
     """Its pairs have no padding, so that the ranks evaluate different numbers of samples."""
-    task = [*small, *EVALUATION, *plain("tests.engine.observe.test_evaluation.ReturnsLogits", tmp_path)]
+    task = [*small, *EVALUATION, *plain("tests.engine.observe.test_confusion.ReturnsLogits", tmp_path)]
     run_experiment(compose(folder / "single", *task))
     two = run_and_read(folder, pool, [*task, "strategy=ddp", "trainer.devices=2"])
     assert two == read(folder / "single")

@@ -216,12 +216,24 @@ def test_a_later_validation_has_all_samples(bit_exact: bool, folder: Path) -> No
     assert [fitted, *validated] == [24.5] * 3
 
 
-def log_steps(folder: Path, sync: bool) -> tuple[list[float], bool]:
+class MeasuredByHand(Measured):
+    """Optimizes manually."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx)["loss"])
+        optimizer.step()
+
+
+def log_steps(folder: Path, sync: bool, kind: type[Measured] = Measured) -> tuple[list[float], bool]:
     """Return the values of the steps, and whether the log has a warning."""
     messages = logging.handlers.BufferingHandler(100)
     logging.getLogger("onecurve").addHandler(messages)
     try:
-        trainer(folder, strategy="ddp", devices=2).fit(Measured(dist_sync_on_step=sync), loader())
+        trainer(folder, strategy="ddp", devices=2).fit(kind(dist_sync_on_step=sync), loader())
     finally:
         logging.getLogger("onecurve").removeHandler(messages)
     is_warned = any("the value of a step is that of rank zero's samples" in one.msg for one in messages.buffer)
@@ -241,6 +253,8 @@ def test_a_metric_of_a_step_is_that_of_all_ranks_or_there_is_a_warning(pool: Poo
     assert columns(folder / "one", "mean") == pytest.approx(synced, rel=1e-5)
     assert own != pytest.approx(synced, rel=1e-2)
     assert (warned, warned_in_vain) == (True, False)
+    by_hand, warned = pool.run(2, log_steps, folder / "hand", False, MeasuredByHand)[0]
+    assert (by_hand == pytest.approx(own, rel=1e-5), warned) == (True, True)
 
 
 def test_torchrun_starts_as_many_processes_as_there_are_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
