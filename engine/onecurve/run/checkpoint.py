@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from onecurve.checkpoint.io import read_checkpoint
 from onecurve.checkpoint.run_files import CHECKPOINTS, LAST, checkpoint_file
+from onecurve.config.folder import newest_checkpoint
 from onecurve.errors import UserError
 from onecurve.observe.steps import RankConsensus, trained_steps
 
@@ -105,15 +106,16 @@ def check_overwrites_nothing(trainer: L.Trainer, path: str | None) -> None:
 
 
 def find_checkpoint(trainer: L.Trainer, ckpt_path: str | Path | None) -> str | None:
-    """Return the file that `ckpt_path` names; None for `last` in a folder that has none."""
+    """Return the file that `ckpt_path` names, of a folder the newest complete one; None for `last` without any."""
     if ckpt_path == "best":
         return best_checkpoint(trainer)
-    if ckpt_path == "last":
-        last = checkpoint_file(Path(trainer.default_root_dir))
-        return str(last) if last.is_file() else None
-    if ckpt_path and Path(ckpt_path).exists():
-        return str(checkpoint_file(Path(ckpt_path)))
-    return str(ckpt_path) if ckpt_path else None  # such as a URL
+    folder = Path(trainer.default_root_dir)
+    if not ckpt_path or (ckpt_path == "last" and not any((folder / CHECKPOINTS).glob("*.ckpt"))):
+        return None
+    path = folder if ckpt_path == "last" else Path(ckpt_path)
+    if not path.exists():  # such as a URL
+        return str(ckpt_path)
+    return str(newest_checkpoint(path) or checkpoint_file(path))
 
 
 def best_checkpoint(trainer: L.Trainer) -> str:

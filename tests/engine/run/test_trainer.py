@@ -430,6 +430,23 @@ def test_the_events_of_a_script(folder: Path) -> None:
     assert found == [("start", 0), ("finished", 8), ("resume", 8), ("killed", 16), ("resume", 8), ("finished", 16)]
 
 
+def test_a_script_goes_on_from_the_checkpoint_before_a_corrupt_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, epochs in (("cut", 2), ("undisturbed", 3)):
+        trainer(folder / name, max_epochs=epochs).fit(Boring(), loader())
+    last = folder / "cut" / "checkpoints" / "last.ckpt"
+    last.write_bytes(last.read_bytes()[:1000])
+    trainer(folder / "cut", max_epochs=3).fit(Boring(), loader(), ckpt_path="last")
+    assert "last.ckpt is not a complete checkpoint" in capsys.readouterr().err
+    check_last_checkpoints(folder / "cut", folder / "undisturbed", tolerance=0)
+    assert columns(folder / "cut", "train_loss") == columns(folder / "undisturbed", "train_loss")
+    for file in last.parent.iterdir():
+        file.write_bytes(b"")
+    with pytest.raises(onecurve.CheckpointUserError, match=r"last.ckpt is not a complete checkpoint"):
+        trainer(folder / "cut", max_epochs=4).fit(Boring(), loader(), ckpt_path="last")
+
+
 def test_an_evaluation_leaves_the_events_of_a_run_alone(folder: Path) -> None:
     """Another process may train in that folder."""
     trainer(folder).fit(Boring(), loader())
