@@ -64,7 +64,7 @@ def test_names_ranks_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None
     store = HashStore()
     store.set("ready/2", "")
     with pytest.raises(UserError, match="from rank 1, 3: see `nvidia-smi`"):
-        all_reduce._wait_for_ranks(store, 0, 4)
+        all_reduce._names_of_hosts(store, 0, 4)
 
 
 def test_communication_that_hangs_ends(monkeypatch: pytest.MonkeyPatch) -> None:
