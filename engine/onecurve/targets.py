@@ -40,6 +40,11 @@ def build(node: DictConfig, **changes: Any) -> Any:
         raise
 
 
+def build_strategy(node: DictConfig) -> Any:
+    """Build a strategy, without the option that only the launcher reads."""
+    return build(OmegaConf.masked_copy(node, [str(key) for key in node if key != NOT_PASSED]))
+
+
 def check_options(cfg: DictConfig) -> None:
     """Check that the classes of a resolved configuration exist, take the options and lack none, before any is built."""
     nodes = dict(target_nodes(OmegaConf.to_container(cfg, resolve=True)))

@@ -1,4 +1,4 @@
-"""The names of the checkpoints in a run folder, and how a stopped run goes on from them."""
+"""The names of the checkpoints in a run folder, and the line that tells the user how to go on from them."""
 
 from pathlib import Path
 from signal import Signals

@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from signal import SIGINT, Signals
 from typing import Any, NoReturn, TextIO
 
 from filelock import Timeout
@@ -25,8 +24,8 @@ from onecurve.config.jobs import is_sweep
 from onecurve.errors import UserError
 from onecurve.process.layer_calls import first_different_calls
 from onecurve.process.rank import log_file, report_error
-from onecurve.process.signals import RESIZE, Stopped
-from onecurve.records.events import append_end, append_event, append_kill, logged_steps
+from onecurve.process.signals import Stopped
+from onecurve.records.events import append_end, append_event, append_kill, end_of, logged_steps
 from onecurve.records.files import METRICS, named_lock, read_json_lines
 
 _EXIT_DELAY = 3.0  # seconds; torchrun and this launcher look at the ranks ten times a second
@@ -162,7 +161,7 @@ def recorded_command(cfg: DictConfig) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        append_end(cfg.run_dir, *_event_and_reason(error))
+        append_end(cfg.run_dir, *_end_of(error))
         raise
     finally:
         if cfg.report and not cfg.doctor:
@@ -172,21 +171,15 @@ def recorded_command(cfg: DictConfig) -> Iterator[None]:
 
 def record_restart(run_dir: str, end: RankFailedError | Stopped, reason: str = "") -> None:
     """Append the end of the ranks, and that they start again; `reason` is why on other devices, if so."""
-    event, cause = _event_and_reason(end)
+    event, cause = _end_of(end)
     append_end(run_dir, event, cause)
     append_event(run_dir, "restart", logged_steps(run_dir), reason or cause)
 
 
-def _event_and_reason(error: BaseException) -> tuple[str, str]:
-    if isinstance(error, Stopped):
-        return "stopped", "resized" if error.number == RESIZE else Signals(error.number).name
-    if isinstance(error, KeyboardInterrupt):
-        return "stopped", SIGINT.name
-    lines = str(error).strip().splitlines() or [""]
+def _end_of(error: BaseException) -> tuple[str, str]:
     if isinstance(error, RankFailedError):  # stacks follow in further lines
-        return "killed" if isinstance(error, RankDiedError) else "failed", lines[0]
-    # A user error may be the cause of a longer one, which ends with it.
-    return "failed", lines[-1] if isinstance(error, UserError) else f"{type(error).__name__}: {lines[-1]}"
+        return "killed" if isinstance(error, RankDiedError) else "failed", str(error).partition("\n")[0]
+    return end_of(error)
 
 
 def write_report(folder: Path) -> None:

@@ -24,9 +24,9 @@ from onecurve.launch.elastic import (
 )
 from onecurve.launch.outcome import RankFailedError, exit_rank, first_failure, fold_frames, record_restart
 from onecurve.process import signals
-from onecurve.process.rank import REPORT_FILE, close_process_group, connect_debugger, cores_per_rank, log_to_folder
+from onecurve.process.rank import REPORT_FILE, connect_debugger, cores_per_rank, log_to_folder, process_group_closed
 from onecurve.process.ranks import forget_launcher
-from onecurve.records.events import append_event, read_events
+from onecurve.records.events import append_event, logged_steps, read_events
 
 
 def run_rank(cfg: DictConfig, rank: int, keep_trainer: Callable[[Any], None] | None = None) -> dict[str, float]:
@@ -34,8 +34,7 @@ def run_rank(cfg: DictConfig, rank: int, keep_trainer: Callable[[Any], None] | N
 
     With doctor=true, measure an all-reduce instead.
 
-    `Trainer.fit` opens the process group, and this function closes it. After an error it stays open: closing it would
-    fail the other ranks before this one has reported its error, and NCCL might wait for them.
+    `Trainer.fit` opens the process group, and this function closes it.
     """
     if cfg.doctor:
         from onecurve.launch.all_reduce import measure_all_reduce
@@ -46,17 +45,15 @@ def run_rank(cfg: DictConfig, rank: int, keep_trainer: Callable[[Any], None] | N
     log_to_folder(cfg.run_dir, rank)
     if device_count(cfg.trainer) > 1 and not runs_in_single_process(cfg):
         torch.set_num_threads(max(1, cores_per_rank(device_count(cfg.trainer))))
-    try:
-        metrics = run_experiment(cfg, keep_trainer)
-    except signals.Stopped:  # all ranks stop at the same step, so closing fails none of them
-        close_process_group()
-        raise
-    close_process_group()
-    return metrics
+    with process_group_closed():
+        return run_experiment(cfg, keep_trainer)
 
 
 def launch_workers(cfg: DictConfig) -> dict[str, float]:
-    """Run all ranks, restart them after failures as `launch` says; return rank zero's metrics.
+    """Run all ranks, and restart them after failures (`_next_start`, by the options `launch.*`).
+
+    Returns:
+        rank zero's metrics.
 
     Raises:
         UserError: if the first failed rank raised one, as a restart would not help, or too few devices are left.
@@ -68,8 +65,8 @@ def launch_workers(cfg: DictConfig) -> dict[str, float]:
     devices = cfg.trainer.devices
     policy = DevicePolicy([*range(devices)] if isinstance(devices, int) else [*devices], cfg)
     if cfg.launch.elastic and (reason := policy.after_probe(unusable_devices(cfg, policy.devices))):
-        if events := read_events(cfg.run_dir):  # of a launcher that has died
-            append_event(cfg.run_dir, "restart", events[-1]["step"], reason)
+        if read_events(cfg.run_dir):  # of a launcher that has died
+            append_event(cfg.run_dir, "restart", logged_steps(cfg.run_dir), reason)
         cfg = _with_devices_of(policy, cfg, reason)
     with signals.forward_to_workers():
         while True:

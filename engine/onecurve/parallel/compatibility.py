@@ -46,10 +46,12 @@ def check_can_train(strategy: Any, module: L.LightningModule) -> None:
             "several: set strategy=ddp, or auto"
         )
     _check_needs(strategy, name, module)
-    shards = "fsdp" in (name, getattr(strategy, "data_parallel", ""))
+    # Also of a user's class.
+    kinds = {kind.__name__.removesuffix("Strategy").lower() for kind in type(strategy).__mro__}
+    shards = "fsdp" in {*kinds, getattr(strategy, "data_parallel", "")}
     for weight_name, weight in module.named_parameters():
         # FSDP makes new parameters, also of the stages of a pipeline, and pickling for spawned processes drops hooks.
-        if (shards or name == "ddpspawn") and has_gradient_hook(weight):
+        if (shards or "ddpspawn" in kinds) and has_gradient_hook(weight):
             raise UserError(f"this strategy would lose the hook of the parameter {weight_name}: use strategy=ddp")
         if shards and weight.ndim == 0:
             raise UserError(

@@ -12,7 +12,7 @@ from onecurve.parallel.ddp import DDP
 from onecurve.patches.lightning_loops import set_steps_of_loggers, steps_of_loggers
 from onecurve.patches.lightning_strategies import SpawnLauncher
 from onecurve.process import signals
-from onecurve.process.rank import close_process_group, connect_debugger, log_to_folder, tune_malloc
+from onecurve.process.rank import connect_debugger, log_to_folder, process_group_closed, tune_malloc
 
 
 class _Launcher(SpawnLauncher):
@@ -39,18 +39,13 @@ class _Launcher(SpawnLauncher):
         connect_debugger(rank)
         # All ranks are on this host. Lightning logs before it sets the strategy up.
         log_to_folder(trainer.default_root_dir, rank=rank)
-        try:
-            with wandb_ends():
-                try:
-                    run()
-                except BaseException:
-                    for logger in trainer.loggers:
-                        logger.finalize("failed")  # Lightning does so only in processes that it did not spawn
-                    raise
-        except signals.Stopped:  # all ranks stop together, so no rank waits in a collective
-            close_process_group()
-            raise
-        close_process_group()
+        with process_group_closed(), wandb_ends():
+            try:
+                run()
+            except BaseException:
+                for logger in trainer.loggers:
+                    logger.finalize("failed")  # Lightning does so only in processes that it did not spawn
+                raise
 
     def get_extra_results(self, trainer: L.Trainer) -> dict[str, Any]:
         return super().get_extra_results(trainer) | {

@@ -9,6 +9,8 @@ import resource
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from onecurve.errors import UserError, in_python
 from onecurve.patches.torch import set_timeout_of_all_groups
 from onecurve.process.ranks import launcher
+from onecurve.process.signals import Stopped
 
 if TYPE_CHECKING:
     import lightning as L
@@ -262,3 +265,18 @@ def close_process_group() -> None:
     if dist.is_initialized():
         time.sleep(_PAUSE)
         dist.destroy_process_group()
+
+
+@contextmanager
+def process_group_closed() -> Iterator[None]:
+    """Close the process group after the code in this context, also if a signal has stopped all ranks at one step.
+
+    After another error it stays open: closing it would fail the other ranks before this one has reported its error, and
+    NCCL might wait for them.
+    """
+    try:
+        yield
+    except Stopped:
+        close_process_group()
+        raise
+    close_process_group()

@@ -11,7 +11,10 @@ _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "
 
 
 def launcher() -> str | None:
-    """Return `torchrun` or `srun`, if it has started this process as one of several ranks; otherwise None."""
+    """Return `torchrun` or `srun`, if it has started this process as one of several ranks; otherwise None.
+
+    Local workers have `torchrun` too: torch's elastic launcher starts them (`onecurve/launch/workers.py`).
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return "torchrun"
     return "srun" if _has_tasks() and "SLURM_STEP_ID" in os.environ else None  # not the script of a job

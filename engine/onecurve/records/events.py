@@ -3,11 +3,14 @@
 import csv
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from signal import SIGINT, Signals
 from typing import Any
 
+from onecurve.errors import UserError
+from onecurve.process.signals import RESIZE, Stopped
 from onecurve.records.files import METRICS, append_json_line, read_json_lines
 
 _log = logging.getLogger(__name__)
@@ -46,6 +49,11 @@ def read_events(run_dir: str | Path) -> list[dict[str, Any]]:
     return list(read_json_lines(Path(run_dir) / _FILE))
 
 
+def last_of(events: Sequence[dict[str, Any]], *kinds: str) -> dict[str, Any]:
+    """Return the last event of these kinds, which others may follow; empty if there is none."""
+    return next((event for event in reversed(events) if event["event"] in kinds), {})
+
+
 def append_kill(run_dir: str | Path) -> None:
     """Append that the last process of a run was killed, if it has recorded no end; a new process calls this first."""
     files = [Path(run_dir) / name for name in (_FILE, METRICS)]
@@ -55,10 +63,19 @@ def append_kill(run_dir: str | Path) -> None:
 
 def append_end(run_dir: str | Path, event: str, reason: str | None, seconds: float | None = None) -> None:
     """Append the end of a run, unless its rank zero has recorded one, or it has not started."""
-    kinds = [event["event"] for event in read_events(run_dir)]
-    starts_and_ends = [kind for kind in kinds if kind in (*STARTS, *ENDS)]  # other events may follow a start
-    if starts_and_ends and starts_and_ends[-1] in STARTS:
+    if last_of(read_events(run_dir), *STARTS, *ENDS).get("event") in STARTS:
         append_event(run_dir, event, logged_steps(run_dir), reason, seconds)
+
+
+def end_of(error: BaseException) -> tuple[str, str]:
+    """Return the event and the reason of the end by which an error ends a run."""
+    if isinstance(error, Stopped):
+        return "stopped", "resized" if error.number == RESIZE else Signals(error.number).name
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped", SIGINT.name
+    lines = str(error).strip().splitlines() or [""]
+    # A user error may be the cause of a longer one, which ends with it.
+    return "failed", lines[-1] if isinstance(error, UserError) else f"{type(error).__name__}: {lines[0]}"
 
 
 @contextmanager
@@ -68,7 +85,7 @@ def recorded_fit(run_dir: str | Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        append_end(run_dir, "failed", f"{type(error).__name__}: {error}".splitlines()[0])
+        append_end(run_dir, *end_of(error))
         raise
     append_end(run_dir, "finished", None)
 
@@ -78,7 +95,8 @@ def append_resize(run_dir: str | Path, step: int | None, size: int) -> None:
     events = read_events(run_dir)
     sizes = [event.get("world_size") for event in events if event["event"] in STARTS]
     if sizes and sizes[-1] not in (None, size):  # None in a run of an earlier version
-        append_event(run_dir, "resized", step, events[-1].get("reason"), **{"from": sizes[-1], "to": size})
+        reason = last_of(events, "restart", *STARTS, *ENDS).get("reason")
+        append_event(run_dir, "resized", step, reason, **{"from": sizes[-1], "to": size})
 
 
 def logged_steps(run_dir: str | Path) -> int | None:
@@ -86,7 +104,7 @@ def logged_steps(run_dir: str | Path) -> int | None:
     file = Path(run_dir) / METRICS
     lines = file.read_text().split("\n")[:-1] if file.exists() else []  # without one that a kill has cut
     # A test's row counts all steps, as no other does. Other rows are known by any value, as plain modules name theirs.
-    others = ("step", "epoch", "test/")
+    others = ("step", "epoch", "test")
     rows = [row for row in csv.DictReader(lines) if row["step"]]
     rows = [row for row in rows if any(row[key] for key in row if not key.startswith(others))]
     return int(rows[-1]["step"]) + 1 if rows else None

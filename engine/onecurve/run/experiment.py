@@ -9,7 +9,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from onecurve.checkpoint.io import load_initial_weights
 from onecurve.data.ordered_data import OrderedData
@@ -20,7 +20,7 @@ from onecurve.records.events import append_event
 from onecurve.run.arguments import REFUSED
 from onecurve.run.predictions import PredictionWriter, SamplePredictions
 from onecurve.run.trainer import Trainer
-from onecurve.targets import NOT_PASSED, build, check_options, locate
+from onecurve.targets import build, build_strategy, check_options, locate
 
 _log = logging.getLogger(__name__)
 # Errors of the user for which Lightning has no exception of its own, by their first words, and what to say instead.
@@ -92,7 +92,7 @@ def build_trainer(cfg: DictConfig) -> Trainer:
         UserError: if an option of the configuration is invalid; all are checked here, before anything else is built.
     """
     check_options(cfg)
-    _check_stages(cfg)
+    _check_test_and_predict(cfg)
     for name in _OWN_ARGUMENTS:
         if name in cfg.trainer:
             raise UserError(
@@ -100,11 +100,10 @@ def build_trainer(cfg: DictConfig) -> Trainer:
                 "`strategy`, `callbacks`, `logger`, run_dir, debug=overfit or debug=one_step instead"
             )
     callbacks = _configured_callbacks(cfg)
-    strategy = OmegaConf.masked_copy(cfg.strategy, [str(key) for key in cfg.strategy if key != NOT_PASSED])
     make_trainer = build(cfg.trainer, _partial_=True)
     try:
         trainer = make_trainer(
-            strategy=build(strategy),
+            strategy=build_strategy(cfg.strategy),
             callbacks=callbacks,
             logger=list(_build_each(cfg, "logger").values()),
             default_root_dir=cfg.run_dir,
@@ -127,7 +126,7 @@ def build_trainer(cfg: DictConfig) -> Trainer:
 
 
 def build_module(cfg: DictConfig, trainer: Trainer) -> L.LightningModule:
-    """Build the module with its initial weights, and check that strategy, precision and stages suit it."""
+    """Build the module with its initial weights, and check that strategy, precision, test and predict suit it."""
     module = build(cfg.module)
     trainer.prepare_module(module)
     for stage in ("test", "predict"):
@@ -140,7 +139,7 @@ def build_module(cfg: DictConfig, trainer: Trainer) -> L.LightningModule:
     return module
 
 
-def _check_stages(cfg: DictConfig) -> None:
+def _check_test_and_predict(cfg: DictConfig) -> None:
     if cfg.test not in (True, False, "best"):
         raise UserError(f"test={cfg.test}: give true, false or best")
     if cfg.predict not in (None, False, True) and "predict_dir" not in cfg.data:

@@ -1,4 +1,7 @@
-"""What the passes of an optimizer step log: one value per step, whatever the number of passes."""
+"""What the passes of an optimizer step in several parts log: one value per step, whatever their number.
+
+A step of one part, of which Lightning computes the pass, logs to `LoggedValues` itself (`onecurve/run/step.py`).
+"""
 
 import math
 import zlib

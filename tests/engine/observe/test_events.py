@@ -96,7 +96,7 @@ def test_an_end_is_recorded_once(tmp_path: Path) -> None:
         (Stopped(15), "stopped", "SIGTERM"),
         (KeyboardInterrupt(), "stopped", "SIGINT"),
         (UserError("train/loss is nan"), "failed", "train/loss is nan"),
-        (ValueError("no\nsuch layer"), "failed", "ValueError: such layer"),
+        (ValueError("no\nsuch layer"), "failed", "ValueError: no"),
         (ValueError(), "failed", "ValueError: "),
         (RankFailedError("rank 1 failed (ValueError: no)\n  File"), "failed", "rank 1 failed (ValueError: no)"),
         (RankDiedError("rank 1 died (SIGKILL)"), "killed", "rank 1 died (SIGKILL)"),

@@ -141,6 +141,7 @@ def test_the_last_start_has_the_size_before(size: int, expected: int | None, tmp
         ("step,epoch,loss\n9,0,1.5\n,,1.5\n", 10),
         ("step,epoch,loss,test/loss\n9,0,1.5,\n20,0,,1.0\n", 10),
         ("step,epoch,loss,test/loss\n9,0,1.5,\n20,0,1.5,1.0\n", 21),
+        ("step,epoch,loss,test_class/cat\n9,0,1.5,\n10,0,,1.0\n", 10),
         ("step,epoch,lr\n9,0,\n", None),
         ("step,epoch,test/acc,val/acc\n9,0,0.5,0.5\n", 10),
     ],

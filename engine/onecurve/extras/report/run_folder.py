@@ -24,7 +24,7 @@ from onecurve.identity.option_kinds import (
     flatten_config,
     matches,
 )
-from onecurve.records.events import ENDS, STARTS, read_events
+from onecurve.records.events import ENDS, STARTS, last_of, read_events
 from onecurve.records.files import CONFIG, METRICS, read_json_lines
 
 Floats = NDArray[np.float64]
@@ -143,13 +143,18 @@ class RunFolder:
     @property
     def started(self) -> dict[str, Any]:
         """The newest event that has the command and the changed options; empty if none is recorded."""
-        return next((event for event in reversed(self.events) if event["event"] in STARTS), {})
+        return last_of(self.events, *STARTS)
+
+    @property
+    def ended(self) -> dict[str, Any]:
+        """The newest end; empty if the last start has none."""
+        last = last_of(self.events, *STARTS, *ENDS)
+        return last if last.get("event") in ENDS else {}
 
     @property
     def status(self) -> str:
         """How the run has ended: finished, stopped, failed, killed, or "" if no end is recorded."""
-        last = self.events[-1]["event"] if self.events else ""
-        return last if last in ENDS else ""
+        return self.ended.get("event", "")
 
     @property
     def strategy(self) -> str:

@@ -60,7 +60,7 @@ def _lead(run: RunFolder) -> Markup:
     device = run.started.get("device") or run.config.get("trainer.accelerator")
     processes = f"{run.world_size} process{'es' if run.world_size > 1 else ''}" if run.world_size else ""
     hardware = " · ".join(str(fact) for fact in (run.strategy, processes, device) if fact)
-    reason = run.events[-1].get("reason") if run.status in ("failed", "killed", "stopped") else ""
+    reason = run.ended.get("reason") if run.status in ("failed", "killed", "stopped") else ""
     return macros("run").lead(color, status, hardware, reason, list(_key_figures(run)))
 
 
