@@ -155,12 +155,8 @@ def errors_of_workers() -> Iterator[None]:
         raise UserError(str(error).rpartition(f"{UserError.__qualname__}: ")[2].strip()) from None
 
 
-def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> SampleAxis | None:
-    """Refuse a sampler, and warn of a dataset, with random numbers that the keys do not determine.
-
-    Returns:
-        what has the number of samples in a batch, if a `collate_fn` of the user's might change it.
-    """
+def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
+    """Refuse a sampler, and warn of a dataset, with random numbers that the keys do not determine."""
     sampler = loader.batch_sampler if has_given_batches(loader) else loader.sampler
     if not (_is_shuffling(sampler) or is_repeatable(sampler, seed, loader.dataset, has_given_batches(loader))):
         raise UserError(
@@ -168,7 +164,7 @@ def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> SampleA
             "another order: let it draw from the global generator of torch, NumPy or Python"
         )
     if makes_batches(loader.dataset):
-        return None
+        return
     count = 1 if yields_batches(loader) else min(_PROBED, len(loader.dataset))  # type: ignore[arg-type]
     positions = torch.arange(count)
     batch = torch.stack([positions, hash_ints(seed, 0, positions)])
@@ -181,7 +177,6 @@ def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> SampleA
             "from the global generators instead",
             *(method, type(loader.dataset).__name__),
         )
-    return sample_axis(loader, order_of(loader, seed, 0), seed)
 
 
 def sample_axis(loader: DataLoader[Any], order: Tensor | list[Tensor], seed: int) -> SampleAxis | None:

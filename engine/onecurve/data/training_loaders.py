@@ -19,6 +19,7 @@ from onecurve.data.loader import (
     examples,
     has_given_batches,
     order_of,
+    sample_axis,
     yields_batches,
 )
 from onecurve.data.streams import StreamLoader, examine, length_of_stream
@@ -158,7 +159,6 @@ class _Samples:
     """
 
     digest: str | None = None
-    axis: SampleAxis | None = None
 
     def __init__(self, loader: DataLoader[Any], division: Division, seed: int) -> None:
         self.loader, self.division, self.seed = loader, division, seed
@@ -171,7 +171,12 @@ class _Samples:
         count, division = min(steps, self.steps) * self.per_step, self.division
         order = partial(_in_cycles, self.loader, self.seed, count, -(-steps // self.steps))
         batches = self._batches(order, steps)
-        return RankLoader(self.loader, batches, self.seed, device, division.is_divided, division.num_parts, self.axis)
+        axis = self._axis if division.is_divided else None
+        return RankLoader(self.loader, batches, self.seed, device, division.is_divided, division.num_parts, axis)
+
+    @cached_property
+    def _axis(self) -> SampleAxis | None:
+        return sample_axis(self.loader, order_of(self.loader, self.seed, 0), self.seed)
 
     def examples(self, spans: Sequence[tuple[int, int]]) -> list[StepParts]:
         return examples(self.loader, spans, self.seed)
@@ -241,7 +246,7 @@ def _check(source: _Source, method: str) -> None:
     if not isinstance(source, _Given):
         source.division.positions(source.batch_size)
     if not isinstance(source, _Stream):
-        source.axis = check_repeatable(source.loader, source.seed, method)
+        check_repeatable(source.loader, source.seed, method)
 
 
 def _source(loader: DataLoader[Any], division: Division, seed: int) -> _Source:

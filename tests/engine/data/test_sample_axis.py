@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from onecurve.data.loader import check_repeatable
+from onecurve.data.loader import order_of, sample_axis
 from onecurve.random.seeding import SampleAxis
 
 
@@ -33,7 +33,8 @@ def concatenate(samples: list[Any]) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_counts_the_offsets_and_not_the_tokens() -> None:
     dataset = Texts()
-    assert check_repeatable(DataLoader(dataset, 8, collate_fn=concatenate), 0, "train") == SampleAxis(1, 0, 1)
+    loader = DataLoader(dataset, 8, collate_fn=concatenate)
+    assert sample_axis(loader, order_of(loader, 0, 0), 0) == SampleAxis(1, 0, 1)
     assert max(dataset.fetched) == 59, "the pairs are spread over the dataset"
 
 
@@ -43,7 +44,7 @@ def test_fetches_what_the_sampler_gives() -> None:
     for options in ({"sampler": [*range(30, 50, 2)], "batch_size": 4}, own):
         dataset = Texts()
         loader: Any = DataLoader(dataset, collate_fn=concatenate, **options)
-        check_repeatable(loader, 0, "train")
+        sample_axis(loader, order_of(loader, 0, 0), 0)
         fetched = {position for position in dataset.fetched if position >= 8}
         assert fetched
         assert fetched <= set(range(20, 50, 2))

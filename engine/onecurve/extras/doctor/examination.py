@@ -4,7 +4,6 @@ The first process of each host checks the host. Under torchrun or srun, rank zer
 ranks print their problems.
 """
 
-import copy
 import logging
 import os
 import platform
@@ -203,17 +202,12 @@ def check_division(cfg: DictConfig) -> str:
     if cfg.bit_exact or not cfg.fit or detect_cluster_environment():
         return "not checked: with bit_exact=true, without training, or under torchrun or srun"
     from onecurve.run.division import DivisionCheck  # late, since they import Lightning
-    from onecurve.run.experiment import assemble
+    from onecurve.run.experiment import assemble, on_one_process
 
+    of_one_step = {"accelerator": "cpu", "precision": "32-true", "max_steps": 1, "limit_val_batches": 0}
     with tempfile.TemporaryDirectory() as folder:
-        one = copy.deepcopy(cfg)
-        strategy = {"_target_": "onecurve.parallel.ddp.auto", "devices": 1, "num_nodes": 1}
-        with open_dict(one):
-            one.update(run_dir=folder, seed=cfg.seed or 0, ckpt_path=None, init_from=None, predict=None)
-            one.update(callbacks={}, logger={}, strategy=strategy)
-            one.trainer.update(accelerator="cpu", devices=1, num_nodes=1, precision="32-true")
-            one.trainer.update(max_steps=1, limit_val_batches=0, enable_progress_bar=False)
-        OmegaConf.resolve(one)
+        one = on_one_process(cfg, folder, **of_one_step)
+        one.init_from = None
         logging.disable(logging.WARNING)  # the lines of a run
         try:
             trainer, module, data = assemble(one)

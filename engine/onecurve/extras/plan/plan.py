@@ -32,7 +32,7 @@ from onecurve.parallel.compatibility import check_can_train
 from onecurve.parallel.pipeline.schedules import SCHEDULES
 from onecurve.process.devices import resolve_devices
 from onecurve.process.signals import prepare_started_process
-from onecurve.run.experiment import assemble
+from onecurve.run.experiment import assemble, on_one_process
 from onecurve.targets import build, build_strategy, check_options, check_value, drop_replaced_options, locate
 
 AUTO, RECOMPUTE = "strategy=auto", "module.recompute=blocks"
@@ -132,17 +132,8 @@ def make_plan(cfg: DictConfig, asked: list[str]) -> Plan:
 
 def begin_run(cfg: DictConfig, hardware: Hardware) -> tuple[Profile, Job, int]:
     """Start the run on one process, without callbacks; return the profile of its network, and its number of steps."""
-    own: Any = cfg.copy()
     listed = cfg.trainer.devices if isinstance(cfg.trainer.devices, ListConfig) else []
-    own.trainer.devices, own.trainer.num_nodes, own.trainer.accumulate_grad_batches = listed[:1] or 1, 1, 1
-    own.trainer.enable_progress_bar = False
-    if hardware.tflops:
-        own.trainer.accelerator, own.trainer.devices = "cpu", 1
-    if "recompute" in own.module:
-        own.module.recompute = "none"  # the profile has both
-    own.strategy = {"_target_": "onecurve.parallel.ddp.auto", "devices": 1, "num_nodes": 1}
-    own.callbacks, own.logger, own.bit_exact = {}, {}, False
-    own.ckpt_path, own.seed = None, own.seed or 0
+    device = {"accelerator": "cpu"} if hardware.tflops else {"devices": listed[:1] or 1}
     profiles: list[Profile] = []
 
     def begin(trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -151,8 +142,11 @@ def begin_run(cfg: DictConfig, hardware: Hardware) -> tuple[Profile, Job, int]:
         profiles.append(Profile(trainer, module))
         raise _HasBegun
 
-    with tempfile.TemporaryDirectory() as own.run_dir:
-        OmegaConf.resolve(own)
+    with tempfile.TemporaryDirectory() as folder:
+        own = on_one_process(cfg, folder, accumulate_grad_batches=1, **device)
+        own.bit_exact = False
+        if "recompute" in own.module:
+            own.module.recompute = "none"  # the profile has both
         trainer, module, data = assemble(own)
         if not (hasattr(module, "net") and hasattr(module, "loss")):
             raise UserError(f"{type(module).__name__} has no `net` or no `loss`, from which a plan is made")
