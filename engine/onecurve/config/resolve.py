@@ -64,13 +64,7 @@ def resolve_config(cfg: DictConfig, plan_strategy: Callable[[DictConfig], None] 
     _warn_of_unused_options(cfg, hydra_cfg.overrides.task)
     refuse_unknown_options(cfg, hydra_cfg.runtime.choices)
     _resolve_checkpoints(cfg, folder)
-    if cfg.predict is True and "predict_dir" in cfg.data:
-        raise UserError("predict=true takes the predict_dataloader of your own `data`: set predict=FOLDER for images")
-    if cfg.predict and cfg.predict is not True:
-        folder_of_images = Path(cfg.predict).expanduser().absolute()
-        if not folder_of_images.is_dir():  # now, because training may take hours
-            raise UserError(f"predict={cfg.predict}: there is no such folder, or no image in it")
-        cfg.predict = str(folder_of_images)
+    _check_test_and_predict(cfg)
     cfg.trainer.accelerator, cfg.trainer.devices = resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
     if plan_strategy and hydra_cfg.runtime.choices.get("strategy") == BEST:
         plan_strategy(cfg)
@@ -83,6 +77,28 @@ def resolve_config(cfg: DictConfig, plan_strategy: Callable[[DictConfig], None] 
     except InterpolationKeyError as error:  # such as model.num_classes, if a data set of one's own has no classes
         raise UserError(_what_lacks(str(error).split("'")[1], cfg)) from error
     return cfg
+
+
+def _check_test_and_predict(cfg: DictConfig) -> None:
+    """Check both now, because training may take hours; make the path of a folder of images absolute."""
+    if cfg.test not in (True, False, "best"):
+        raise UserError(f"test={cfg.test}: give true, false or best")
+    if cfg.predict in (None, False):
+        return
+    takes_folder = "predict_dir" in cfg.data
+    if cfg.predict is True and takes_folder:
+        raise UserError("predict=true takes the predict_dataloader of your own `data`: set predict=FOLDER for images")
+    if cfg.predict is True:
+        return
+    if not takes_folder:
+        raise UserError(
+            f"predict={cfg.predict}: {cfg.data._target_} has no option predict_dir; set predict=true to predict the "
+            "samples of its predict_dataloader"
+        )
+    folder = Path(cfg.predict).expanduser().absolute()
+    if not folder.is_dir():
+        raise UserError(f"predict={cfg.predict}: there is no such folder, or no image in it")
+    cfg.predict = str(folder)
 
 
 def _what_lacks(missing: str, cfg: DictConfig) -> str:

@@ -110,7 +110,6 @@ def build_trainer(cfg: DictConfig) -> Trainer:
         UserError: if an option of the configuration is invalid; all are checked here, before anything else is built.
     """
     check_options(cfg)
-    _check_test_and_predict(cfg)
     for name in _OWN_ARGUMENTS:
         if name in cfg.trainer:
             raise UserError(
@@ -155,16 +154,6 @@ def build_module(cfg: DictConfig, trainer: Trainer) -> L.LightningModule:
     if cfg.init_from and not cfg.ckpt_path:
         load_initial_weights(module, cfg.init_from)
     return module
-
-
-def _check_test_and_predict(cfg: DictConfig) -> None:
-    if cfg.test not in (True, False, "best"):
-        raise UserError(f"test={cfg.test}: give true, false or best")
-    if cfg.predict not in (None, False, True) and "predict_dir" not in cfg.data:
-        raise UserError(
-            f"predict={cfg.predict}: {cfg.data._target_} has no option predict_dir; set predict=true to predict the "
-            "samples of its predict_dataloader"
-        )
 
 
 def _configured_callbacks(cfg: DictConfig) -> dict[str, Any]:

@@ -47,6 +47,7 @@ VALUES = [
     ("'callbacks.x={a: 1 ]'", "callbacks.x={a: 1 ]: no viable alternative at input"),
     ("~data._target_", "data has no `_target_`: let its file in conf/data name a class or function"),
     ("fit=yes", "fit=yes: give true or false"),
+    ("test=bst", "test=bst: give true, false or best"),
     ("module.tta=shiftt", "module.tta=shiftt: did you mean shift?"),
     ("trainer.devices=none", "trainer.devices=none"),
     ("trainer.devices=[0,0]", "trainer.devices=[0, 0] lists a device twice"),
@@ -62,6 +63,7 @@ PATHS = [
     ("init_from=nowhere", "init_from=nowhere"),
     ("predict=nowhere", "nowhere: there is no such folder, or no image in it"),
     ("predict=tests", "tests: there is no such folder, or no image in it"),
+    ("data=module predict=tests", "has no option predict_dir; set predict=true to predict the samples of its"),
     ("run_dir=/proc/nothing", "cannot make the folder /proc/nothing (No such file or directory): set run_dir"),
     ("sweep=tests", "tests: there is no sweep in that folder"),
 ]
@@ -208,7 +210,6 @@ TRAINER = [
     ("+trainer.overfit_batches=1", "trainer.overfit_batches=1: .*use .*debug=overfit"),
     ("trainer.log_every_n_steps=0", "trainer.log_every_n_steps=0"),
     ("trainer.precision=fp8", "fp8"),
-    ("test=bst", "test=bst: give true, false or best"),
     ("model=mlp test=best callbacks.best=null trainer.max_steps=1", "this run keeps no best checkpoint"),
 ]
 BATCHES = [
