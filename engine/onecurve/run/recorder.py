@@ -1,7 +1,6 @@
-"""Start the loggers, log the configuration and the start, print the banner, and let a resumed run replace rows."""
+"""Start the loggers, log the configuration and the start, and let a resumed run replace rows."""
 
 import logging
-import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -23,15 +22,14 @@ from onecurve.parallel.gather import gather_objects
 from onecurve.patches.torch import AnyBatchNorm
 from onecurve.records.events import append_event, append_resize, read_events
 from onecurve.records.files import CONFIG, atomic_write
+from onecurve.run.banner import banner, strategy_name
 from onecurve.run.bit_exact import numerics
 
 _log = logging.getLogger(__name__)
-_COLUMNS, _CHANGES_LINES = 80, 3  # of the banner
-_PATHS = ("run folder", "goes on from")
 
 
 class RunRecorder(L.Callback):
-    """Logs the resolved configuration, keeps it in every checkpoint as YAML, and prints the banner.
+    """Logs the resolved configuration, keeps it in every checkpoint as YAML, and prints the banner (`banner.py`).
 
     Every checkpoint also keeps the metrics, and a resumed run has them until it measures its own. Its first row
     replaces those of the steps that it repeats.
@@ -96,7 +94,8 @@ class RunRecorder(L.Callback):
         for name, value in self._restored_metrics.items():
             trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
         if trainer.is_global_zero:  # before the loggers, which print lines of their own
-            _log.info("\n".join(_rows(self._banner(trainer, pl_module))))
+            facts = (self.config, self._fingerprint, self._num_parameters, self._resumed_at)
+            _log.info(banner(trainer, pl_module, *facts))
         file = Path(self.config.run_dir) / CONFIG
         self._config_before = file.read_text() if file.is_file() and trainer.is_global_zero else None
         self._start(trainer, pl_module, is_first_stage=True)
@@ -158,7 +157,7 @@ class RunRecorder(L.Callback):
             self._resumed_at if config.fit else None,
             **{name: runtime[name] for name in ("command", "revision", "modified")},
             changes={name.lstrip("+~"): value or None for name, _, value in overrides},
-            strategy=runtime["strategy"] or self._strategy_name,
+            strategy=runtime["strategy"] or strategy_name(config),
             world_size=trainer.world_size,
             hosts=trainer.num_nodes,
             experiment=self._fingerprint,
@@ -168,68 +167,6 @@ class RunRecorder(L.Callback):
             device=torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else module.device.type,
         )
 
-    def _banner(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, str]:
-        data: Any = trainer.datamodule
-        group = trainer.optimizers[0].param_groups[0]
-        scaling = " after scaling" if getattr(module, "lr_scaling", "none") != "none" else ""
-        steps = "steps to the end of a stream" if data.last_step is None else f"{data.last_step} steps"
-        processes = f"{trainer.world_size} process{'es' * (trainer.world_size > 1)} on {module.device.type}"
-        layout = f" ({data.parallel.dp_size} data-parallel)" * (data.parallel.dp_size != trainer.world_size)
-        strategy = self.config.runtime.strategy or self._strategy_name
-        network = self.config.runtime.get("model") or type(module).__name__
-        banner = {
-            "changes": " ".join(self.config.runtime.changes),
-            "experiment": str(self._fingerprint),
-            "virtual ranks": f"{data.virtual_ranks}, computed {'one by one' if data.bit_exact else 'together'}",
-            "strategy": f"{strategy}, {processes}{layout}, {trainer.precision}",
-            "batch": _batch_size(data),
-            "data": data.description,
-            "learning rate": f"{group.get('initial_lr', group['lr']):g}{scaling}, {steps}{_left_out(data)}",
-            "network": f"{network}, {self._num_parameters:,} parameters",
-            "run folder": self.config.run_dir,
-        }
-        if self.config.ckpt_path:
-            banner["goes on from"] = f"{self.config.ckpt_path}, step {self._resumed_at}"
-        return banner
-
     @property
     def _fingerprint(self) -> str | None:
         return self._experiment.fingerprint if self._experiment else None
-
-    @property
-    def _strategy_name(self) -> str:
-        return str(self.config.strategy._target_).rpartition(".")[2]
-
-
-def _rows(banner: dict[str, str]) -> list[str]:
-    """Return the lines of the banner in 80 columns; the changes take up to three, and a path is not broken."""
-    width, rows = max(map(len, banner)), []
-    for name, value in banner.items():
-        lines = [value]
-        if name not in _PATHS:
-            lines = textwrap.wrap(
-                value,
-                _COLUMNS - width - 4,
-                max_lines=_CHANGES_LINES if name == "changes" else 1,
-                placeholder=" ...",
-                break_on_hyphens=False,
-            )
-        rows += [f"  {label:<{width}}  {line}" for label, line in zip([name, "", ""], lines, strict=False)]
-    return rows
-
-
-def _batch_size(data: Any) -> str:
-    batch, dp_size = data.global_batch_size, data.parallel.dp_size
-    if data.bit_exact:
-        ranks = f"{dp_size} data-parallel rank{'s' * (dp_size > 1)}"
-        return f"{batch} = {data.virtual_ranks} x {batch // data.virtual_ranks} per virtual rank, on {ranks}"
-    micro_batches = data.layout.micro_batches
-    mean_size = batch / micro_batches / dp_size  # uneven shares are larger and smaller
-    return f"{batch} = {dp_size} x {micro_batches} micro-batches x {round(mean_size, 2):g} per device"
-
-
-def _left_out(data: Any) -> str:
-    """Return how many samples of an epoch are not trained, because they are no whole batch."""
-    (_, count, _), *others = data.training_samples
-    rest = count % data.global_batch_size if count and not others and data.has_one_size else 0
-    return f"; each epoch leaves out {rest} samples" if rest else ""
