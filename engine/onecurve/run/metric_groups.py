@@ -14,7 +14,7 @@ from onecurve.run.metric_states import metrics_of
 
 
 class MetricGroups(L.Callback):
-    """Lets metrics of the module and of callbacks count each sample once, although all ranks of a pipeline hold it.
+    """Lets all ranks compute metrics together, and count each sample once, although all ranks of a pipeline hold it.
 
     A metric that has a `process_group` or `dist_sync_fn` of its own keeps it. So do those of virtual ranks, which
     `VirtualMetrics` reduces. Metrics may be made by hooks, so they are looked for at the end of an epoch, too.
@@ -38,7 +38,14 @@ class MetricGroups(L.Callback):
                 metric.distributed_available_fn = _is_never_distributed
 
     on_fit_start = on_validation_start = on_test_start = on_predict_start = _begin
-    on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _begin
+    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _begin
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let all ranks compute the metrics, which communicate, before rank zero's progress bar does."""
+        self._begin(trainer, pl_module)
+        _ = trainer.callback_metrics
+
+    on_validation_end = on_train_epoch_end
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         for metric in metrics_of(trainer, pl_module).values():

@@ -205,12 +205,6 @@ class FiniteCheck(L.Callback):
         if not trainer.strategy.reduce_boolean_decision(math.isfinite(loss)):
             raise _divergence(trainer, "the training loss is not finite")
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Let all ranks compute the metrics, which communicate, before rank zero's progress bar does."""
-        _ = trainer.callback_metrics
-
-    on_validation_end = on_train_epoch_end
-
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         for name, tensor in checkpoint["state_dict"].items():
             local = to_local(tensor)
