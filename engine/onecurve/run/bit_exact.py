@@ -13,6 +13,8 @@ from onecurve.network.tensors import to_local
 from onecurve.parallel.gradients import clip_by_norm_over
 from onecurve.run.step import without_collectives
 
+_GIVEN_THREADS = os.environ.get("OMP_NUM_THREADS", "1")  # before a fit of this process, which may have set it
+
 
 def numerics(module: L.LightningModule) -> dict[str, Any]:
     """Return what changes the last bits of a run's numbers on one kind of device, but no experiment."""
@@ -26,11 +28,18 @@ def numerics(module: L.LightningModule) -> dict[str, Any]:
 
 
 def num_threads() -> int:
-    """Return the number of threads of each process, which changes the order of sums on a CPU.
+    """Return the number of threads of each process: one, unless the user has set OMP_NUM_THREADS."""
+    return int(_GIVEN_THREADS)
 
-    It is one, unless OMP_NUM_THREADS says otherwise.
+
+def set_num_threads() -> None:
+    """Set the number of threads, which changes the order of sums on a CPU, in this process and those that it starts.
+
+    Without the variable, Lightning's launchers would set both by the number of processes
+    (`_set_num_threads_if_needed` in lightning/fabric/utilities/distributed.py).
     """
-    return int(os.environ.get("OMP_NUM_THREADS", 1))
+    torch.set_num_threads(num_threads())
+    os.environ["OMP_NUM_THREADS"] = _GIVEN_THREADS
 
 
 class BitExactness(L.Callback):

@@ -41,7 +41,7 @@ from onecurve.run.arguments import (
     has_kind,
     named,
 )
-from onecurve.run.bit_exact import BitExactness, num_threads
+from onecurve.run.bit_exact import BitExactness, set_num_threads
 from onecurve.run.checkpoint import LastCheckpoint, check_overwrites_nothing, find_checkpoint, monitoring
 from onecurve.run.division import DivisionCheck
 from onecurve.run.metric_groups import MetricGroups
@@ -131,7 +131,7 @@ class Trainer(L.Trainer):
         self._arguments = {"timeout": timeout, **kwargs}
         self._folder = folder = Path(default_root_dir or _FOLDER).expanduser()
         if bit_exact:
-            torch.set_num_threads(num_threads())
+            set_num_threads()
         L.seed_everything(seed, verbose=False)
         del os.environ["PL_GLOBAL_SEED"]  # or a later trainer would take it for the user's
         if given_seed is not None:

@@ -91,6 +91,20 @@ def run_demo(file: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> 
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.parametrize("left", [None, "3"])
+def test_equal_bits_have_one_number_of_threads(left: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's launchers set another one if the variable is missing, which a later trainer would take."""
+    given, before = os.environ.get("OMP_NUM_THREADS", "1"), torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if left:
+        monkeypatch.setenv("OMP_NUM_THREADS", left)
+    used = list[int]()
+    callback = L.pytorch.callbacks.LambdaCallback(on_train_batch_end=lambda *_: used.append(torch.get_num_threads()))
+    trainer(folder, strategy="ddp", bit_exact=True, callbacks=callback).fit(Boring(), loader())
+    torch.set_num_threads(before)
+    assert {*map(str, used), os.environ["OMP_NUM_THREADS"]} == {given}
+
+
 def test_a_script_needs_no_hydra() -> None:
     code = "import sys, onecurve; onecurve.Trainer, onecurve.Pipeline; sys.exit('hydra' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
