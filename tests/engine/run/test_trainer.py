@@ -874,6 +874,30 @@ def test_a_hook_before_the_reset_sees_a_whole_step(parts: dict[str, Any], folder
         torch.testing.assert_close(found[1][name], value, rtol=1e-12, atol=1e-12)
 
 
+class LineSearch(Boring):
+    """Chooses the length of a step by the losses of several."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
+
+
+def fit_line_search(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
+    one = trainer(folder, precision="64-true", limit_train_batches=3, **options)
+    module = LineSearch()
+    one.fit(module, loader())
+    return {name: weight.clone() for name, weight in module.state_dict().items()}
+
+
+def fit_line_search_on_ranks(folder: Path) -> dict[str, torch.Tensor]:
+    return fit_line_search(folder, strategy="ddp", devices=2)
+
+
+def test_ranks_search_along_a_line_together(pool: Pool, folder: Path) -> None:
+    expected = fit_line_search(folder / "one")
+    for weights in pool.run(2, fit_line_search_on_ranks, folder / "two"):
+        torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-9)
+
+
 def fit_again_on_ranks(folder: Path) -> int:
     one = trainer(folder, strategy="ddp", devices=2)
     one.fit(Boring(), loader())
