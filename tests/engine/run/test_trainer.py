@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
+    ModelPruning,
 )
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, RandomDataset
 from lightning.pytorch.strategies import DDPStrategy
@@ -896,6 +897,13 @@ def test_ranks_search_along_a_line_together(pool: Pool, folder: Path) -> None:
     expected = fit_line_search(folder / "one")
     for weights in pool.run(2, fit_line_search_on_ranks, folder / "two"):
         torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_continued_run_names_masks_that_no_checkpoint_has(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for epochs in (1, 2):
+        pruning = ModelPruning("l1_unstructured", amount=0.3)
+        trainer(folder, callbacks=[pruning], max_epochs=epochs).fit(Boring(), loader(), ckpt_path="last")
+        assert ("ModelPruning saves no masks" in caplog.text) == (epochs == 2)
 
 
 def fit_again_on_ranks(folder: Path) -> int:
