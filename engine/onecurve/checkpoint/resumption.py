@@ -1,15 +1,18 @@
 """Let a resumed run repeat the uninterrupted one: position in the data, checkpoints, optimizers."""
 
+import logging
 from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
-from lightning.pytorch.callbacks import BaseFinetuning, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, LearningRateMonitor, ModelCheckpoint, ModelPruning
 from torch.optim import Optimizer
 
 from onecurve.checkpoint.optimizer_state import add_saved_groups, name_parameters, shard
 from onecurve.errors import UserError
 from onecurve.patches.lightning_loops import set_progress, set_steps_of_loggers
+
+_log = logging.getLogger(__name__)
 
 
 class ExactResumption(L.Callback):
@@ -101,6 +104,11 @@ class ExactResumption(L.Callback):
                 if isinstance(callback, BaseFinetuning | LearningRateMonitor):
                     _skip_epoch_start(callback)
             _restore_history(trainer, checkpoint["callbacks"])
+            if any(isinstance(callback, ModelPruning) for callback in cast(Any, trainer).callbacks):
+                _log.warning(
+                    "ModelPruning saves no masks: the weights that it has pruned train again, until it prunes anew, so "
+                    "this run differs from one that was not stopped"
+                )
 
     def _restore_position(self, trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
         data, position = cast(Any, trainer.datamodule), checkpoint["position"]

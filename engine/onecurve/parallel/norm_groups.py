@@ -1,9 +1,10 @@
 """Normalize over groups of the global batch while a run trains."""
 
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch.distributed as dist
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import Strategy
 
 from onecurve.data.layout import BatchLayout
@@ -61,6 +62,11 @@ class NormGroups(L.Callback):
             norm.lengths.clear()
             if data.layout.micro_batches > 1:
                 norm.begin_step()
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        """Average the statistics before Lightning's average of the weights takes those of this rank."""
+        if any(isinstance(one, WeightAveraging) for one in cast(Any, trainer).callbacks):
+            average_statistics(pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         average_statistics(pl_module)

@@ -20,6 +20,7 @@ from unittest import mock
 import torch.nn.functional as F
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
+from torch.optim import LBFGS
 
 from onecurve.data.batch import StepPart, join
 from onecurve.errors import UserError
@@ -47,7 +48,8 @@ class StepInParts(Optimization):
         takes_weights = getattr(self.trainer.lightning_module, "takes_batch", False)
         weight = 1.0 if takes_weights else data.parts[0].weight  # equal for all parts of a rank in a step
         results.rank_weight, results.samples = weight, sum(len(part.samples) for part in data.parts)
-        if len(data.parts) == 1 and not data.bit_exact and weight == 1:
+        shares_loss = isinstance(optimizer, LBFGS) and data.parallel.dp_size > 1
+        if len(data.parts) == 1 and not data.bit_exact and weight == 1 and not shares_loss:
             return super().make_closure(kwargs, optimizer, batch_idx)
         return Closure(lambda: self._compute(kwargs, optimizer, batch_idx, weight))
 
@@ -92,6 +94,8 @@ class StepInParts(Optimization):
         loss = log.mean_loss(table)
         if loss is not None:
             plugin.post_backward(loss, module)
+            if isinstance(optimizer, LBFGS) and not data.bit_exact:  # it decides by the loss, on all ranks alike
+                loss = trainer.strategy.reduce(loss * weight)
         return ClosureResult(loss, extra=outputs[0] if data.bit_exact else join(outputs, data.parts))
 
 

@@ -355,9 +355,20 @@ class TwoInputs(Regression):
         return self.loss(self.net(batch[0], batch[1]), batch)
 
 
+class Newton(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class ClipsItself(Regression):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
+        ("Newton", "LBFGS multiplies the gradients of all weights"),
         ("Penalized", r"mean of Penalized.loss\(outputs, batch\), .* but training_step returns .* class weights"),
         ("Temperature", "trains the parameters of `net`, and temperature is not one of them"),
         ("TwoInputs", "TwoInputs.training_step must call its `net` with one tensor"),
@@ -369,6 +380,14 @@ def test_pipelines_refuse_what_they_would_train_otherwise(
     alone = ["strategy=pipeline", "trainer.devices=1", "strategy.microbatches=2"]
     with pytest.raises(UserError, match=message):
         fit(compose(folder, *short, *PROJECTS["regression"], *alone, f"module._target_={__name__}.{module}"))
+
+
+def test_a_pipeline_names_a_hook_that_sees_a_part_of_the_gradients(
+    short: list[str], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = ["strategy=pipeline", "trainer.devices=1", "strategy.microbatches=2"]
+    fit(compose(folder, *short, *PROJECTS["regression"], *alone, f"module._target_={__name__}.ClipsItself"))
+    assert "ClipsItself.on_before_optimizer_step sees the gradients of the stages of its own rank" in caplog.text
 
 
 @pytest.mark.parametrize("labels", [[1, None], ["a", "b"], [[1], [2, 3]], np.array(["a", "b"]), torch.arange(2)])

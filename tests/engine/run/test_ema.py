@@ -112,6 +112,16 @@ def test_resumes_from_a_save_during_validation(
         check_same(checkpoint(folder)[kind], checkpoint(alone[0])[kind])
 
 
+def test_lightnings_average_has_the_statistics_of_all_ranks(pool: Pool, small: list[str], folder: Path) -> None:
+    """It takes the running statistics of batch normalization after each step, when each rank has its own groups'."""
+    averaging = "+callbacks.averaging={_target_: lightning.pytorch.callbacks.EMAWeightAveraging, decay: 0.8}"
+    task = [*small, "experiment=parity", *SHORT, averaging]
+    one = run_experiment(compose(folder / "one", *task))
+    two = pool.run(2, run_experiment, compose(folder / "two", *task, "strategy=ddp", "trainer.devices=2"))[0]
+    assert two["val/loss"] == pytest.approx(one["val/loss"], rel=1e-6)
+    check_same(checkpoint(folder / "two")["state_dict"], checkpoint(folder / "one")["state_dict"])
+
+
 def test_average_keeps_small_steps_in_half_precision(small: list[str], folder: Path) -> None:
     """In bfloat16 a thousandth of a small difference rounds to zero, so the average would never move."""
     task = [*small, "model=mlp", "model.hidden=[16]", "trainer.precision=bf16-true", "trainer.max_epochs=5"]

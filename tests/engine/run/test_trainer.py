@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
+    ModelPruning,
 )
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, RandomDataset
 from lightning.pytorch.strategies import DDPStrategy
@@ -886,6 +887,37 @@ def test_a_hook_before_the_reset_sees_a_whole_step(parts: dict[str, Any], folder
         found.append(module.state_dict())
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=1e-12, atol=1e-12)
+
+
+class LineSearch(Boring):
+    """Chooses the length of a step by the losses of several."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
+
+
+def fit_line_search(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
+    one = trainer(folder, precision="64-true", limit_train_batches=3, **options)
+    module = LineSearch()
+    one.fit(module, loader())
+    return {name: weight.clone() for name, weight in module.state_dict().items()}
+
+
+def fit_line_search_on_ranks(folder: Path) -> dict[str, torch.Tensor]:
+    return fit_line_search(folder, strategy="ddp", devices=2)
+
+
+def test_ranks_search_along_a_line_together(pool: Pool, folder: Path) -> None:
+    expected = fit_line_search(folder / "one")
+    for weights in pool.run(2, fit_line_search_on_ranks, folder / "two"):
+        torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_continued_run_names_masks_that_no_checkpoint_has(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for epochs in (1, 2):
+        pruning = ModelPruning("l1_unstructured", amount=0.3)
+        trainer(folder, callbacks=[pruning], max_epochs=epochs).fit(Boring(), loader(), ckpt_path="last")
+        assert ("ModelPruning saves no masks" in caplog.text) == (epochs == 2)
 
 
 def fit_again_on_ranks(folder: Path) -> int:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from onecurve.data.batch import Batch
 from onecurve.errors import UserError, check_choice
@@ -170,6 +170,14 @@ class Pipeline(ShardedStateStrategy):
             raise UserError(
                 f"strategy.schedule={self.schedule} splits the backward pass, which module.recompute=blocks would then "
                 "compute twice: take strategy.schedule=interleaved_1f1b"
+            )
+
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
+            raise UserError(
+                "strategy=pipeline: LBFGS multiplies the gradients of all weights, of which a rank has those of its "
+                "stages: use strategy=ddp"
             )
 
     def _set_memory_format(self, net: nn.Module) -> None:

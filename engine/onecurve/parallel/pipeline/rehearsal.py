@@ -4,6 +4,7 @@ A tracer does not see `torch.no_grad()` or the backward pass of an `autograd.Fun
 pass in its own way, and a loss may read weights, most of which are on other ranks.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -23,6 +24,8 @@ from onecurve.patches.pipelining import stage_backward, stage_backward_input, st
 from onecurve.random.dropout import dropouts, set_keys
 from onecurve.random.random_functions import sample_random
 
+_log = logging.getLogger(__name__)
+
 
 def check_module(module: L.LightningModule) -> None:
     """Check that the module trains the parameters of `net` only, with the strategy's backward pass."""
@@ -31,6 +34,14 @@ def check_module(module: L.LightningModule) -> None:
             raise UserError(
                 f"strategy=pipeline computes gradients without {type(module).__name__}.{hook}, and each rank holds "
                 "those of its stages: use trainer.gradient_clip_val, or strategy=ddp or fsdp"
+            )
+    for hook in ("on_after_backward", "on_before_optimizer_step"):
+        if is_overridden(hook, module):
+            _log.warning(
+                "strategy=pipeline: %s.%s sees the gradients of the stages of its own rank: a norm over them is not "
+                "that of the network; clip by trainer.gradient_clip_val",
+                type(module).__name__,
+                hook,
             )
     for name, weight in module.named_parameters():
         if weight.requires_grad and not name.startswith("net."):
