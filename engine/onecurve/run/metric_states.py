@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricTracker
 from torchmetrics.utilities.data import dim_zero_mean
 
+from onecurve.errors import UserError
 from onecurve.patches.lightning_loops import LoggedMean, results_of
 from onecurve.patches.torch import tree_map_only
 from onecurve.patches.torchmetrics import (
@@ -48,6 +49,12 @@ class VirtualMetrics(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._trainer = trainer
+        for name, part in pl_module.named_modules():
+            if isinstance(part, MetricTracker):
+                raise UserError(
+                    f"bit_exact=true: {name} is a MetricTracker, whose copies of a metric have no state for each "
+                    "virtual rank: log the metric itself, and keep the best epoch by ModelCheckpoint"
+                )
 
     def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Change how the metrics synchronize and reset their states."""

@@ -29,7 +29,7 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import OmegaConf
 from torch.utils.data import BatchSampler, DataLoader, random_split
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, MetricTracker
 
 import onecurve
 from onecurve.errors import UserError
@@ -278,6 +278,13 @@ def test_torchrun_starts_as_many_processes_as_there_are_devices(folder: Path, mo
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="torchrun has started 2 processes, but devices=1 and num_nodes=1: give the tr"):
         one.prepare_module(Boring())
+
+
+def test_a_tracker_of_metrics_is_refused_with_equal_bits(folder: Path) -> None:
+    module = Boring()
+    module.best = MetricTracker(MeanMetric(), maximize=True)
+    with pytest.raises(UserError, match="bit_exact=true: best is a MetricTracker, whose copies"):
+        trainer(folder, bit_exact=True).fit(module, loader())
 
 
 @pytest.mark.parametrize("options", [{"devices": 2}, {"bit_exact": True}, {"accumulate_grad_batches": 2}])
