@@ -50,10 +50,10 @@ def run_experiment(cfg: DictConfig, keep_trainer: Callable[[Trainer], None] | No
     try:
         with wandb_ends():
             trainer = locate("launch.function", cfg.launch.function)(cfg)
-        if not isinstance(trainer, Trainer):
-            raise UserError(
-                f"launch.function={cfg.launch.function} returns no trainer: let it end with `return trainer`"
-            )
+            if not isinstance(trainer, Trainer):
+                raise UserError(
+                    f"launch.function={cfg.launch.function} returns no trainer: let it end with `return trainer`"
+                )
     except SystemExit as interrupted:
         if isinstance(interrupted.__context__, KeyboardInterrupt):  # Lightning replaces it: call.py, line 60
             raise KeyboardInterrupt from None

@@ -37,8 +37,8 @@ class VirtualMetrics(L.Callback):
 
     So a metric has the value that it would have on as many processes, to the last bit. The metrics are those of the
     module and of callbacks, and Lightning's means of values that are logged in evaluation. Outside of the passes of
-    virtual ranks, hooks see the states of virtual rank 0; in a process that does not compute virtual
-    rank 0, what they change in a metric is lost.
+    virtual ranks, hooks see the states of virtual rank 0; in a process that does not compute virtual rank 0, what they
+    change in a metric is lost.
     """
 
     def __init__(self) -> None:

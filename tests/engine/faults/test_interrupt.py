@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 
+from onecurve.errors import UserError
 from onecurve.observe import wandb
 from onecurve.process import signals
 from onecurve.run import experiment
@@ -128,3 +129,17 @@ def test_wandb_repeats_no_run_that_the_user_has_stopped(
     with pytest.raises(signals.Stopped):
         experiment.run_experiment(compose(folder, *small, *PARITY))
     assert any(marked) == is_preempted
+
+
+def returns_nothing(cfg: Any) -> None:
+    """Stand for a `run` of train.py without its last line."""
+
+
+def test_a_run_without_a_trainer_is_no_success_in_wandb(
+    small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[Any] = []
+    monkeypatch.setattr(wandb, "_call_wandb", lambda name, **options: ends.append((name, options)))
+    with pytest.raises(UserError, match="returns no trainer: let it end with `return trainer`"):
+        experiment.run_experiment(compose(folder, *small, *PARITY, f"launch.function={__name__}.returns_nothing"))
+    assert ends == [("finish", {"exit_code": 1})]
