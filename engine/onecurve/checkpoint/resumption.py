@@ -1,4 +1,4 @@
-"""Let a resumed run repeat the uninterrupted one: position in the data, checkpoints, optimizers."""
+"""What Lightning does not restore: position in the data, frozen weights, scores of checkpoints, optimizers by name."""
 
 import logging
 from pathlib import Path

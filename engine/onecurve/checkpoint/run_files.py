@@ -16,6 +16,6 @@ def stop_message(number: int, run_dir: str | Path, place: str = "") -> str:
 
 
 def checkpoint_file(path: Path) -> Path:
-    """Return the absolute path of a checkpoint: the latest one of a run folder, or the file itself."""
+    """Return the absolute path of a checkpoint: the file itself, or last.ckpt of a run folder, complete or not."""
     path = path.expanduser().absolute()
     return path / CHECKPOINTS / LAST if path.is_dir() else path

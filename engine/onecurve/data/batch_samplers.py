@@ -2,8 +2,7 @@
 
 Lightning counts its limits in batches of a rank, whose size depends on the number of ranks.
 
-Here a sample has a position in its global batch, a place in the order of its epoch, and an index in the dataset, which
-other files call its position there.
+Here a sample has a position in its global batch, a place in the order of its epoch, and an index in the dataset.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -85,7 +84,7 @@ class GivenBatches(EpochStart, Sampler[Tensor]):
         sharing: number of batches of all ranks that share a global batch.
         steps: optimizer steps per epoch.
         own: the virtual ranks of this rank, if they are computed one by one.
-        virtual_ranks: number of given batches of a step.
+        batches_per_step: how many given batches a step has, if each is that of a virtual rank.
     """
 
     given: Callable[[int], Sequence[Tensor]]
@@ -93,7 +92,7 @@ class GivenBatches(EpochStart, Sampler[Tensor]):
     sharing: int
     steps: int
     own: Sequence[int] | None = None
-    virtual_ranks: int = 1
+    batches_per_step: int = 1
 
     def __len__(self) -> int:
         parts = self.positions(len(self.given(self.epoch)[0])) if self.own is None else self.own
@@ -108,7 +107,7 @@ class GivenBatches(EpochStart, Sampler[Tensor]):
         rows = [torch.arange(first, end) for first, end in pairwise([0, *ends])]
         steps = range(self.start, self.steps)
         if self.own is not None:
-            return [rows[step * self.virtual_ranks + rank] for step in steps for rank in self.own]
+            return [rows[step * self.batches_per_step + rank] for step in steps for rank in self.own]
         return [rows[step][part] for step in steps for part in self.positions(len(rows[step]))]
 
     def table(self) -> list[Tensor]:
@@ -174,7 +173,7 @@ class EvaluationBatches(Sampler[Tensor]):
         return torch.where(positions < self.num_samples, positions, -1)
 
     def table(self) -> Tensor:
-        """Return the positions in the dataset at these places."""
+        """Return the indices in the dataset at these places, and -1 for padding."""
         return torch.cat([self.order, torch.tensor([-1])])[self.places()]
 
     def check_no_rank_is_empty(self, split: str, parts: int | None = None) -> None:

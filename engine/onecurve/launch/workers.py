@@ -14,7 +14,8 @@ from omegaconf import DictConfig
 from onecurve.checkpoint.run_files import stop_message
 from onecurve.config.folder import with_newest_checkpoint
 from onecurve.config.resolve import device_count, runs_in_single_process
-from onecurve.launch.elastic import (
+from onecurve.launch.outcome import RankFailedError, exit_rank, first_failure, fold_frames, record_restart
+from onecurve.launch.restarts import (
     DevicePolicy,
     time_of_last_save,
     unusable_devices,
@@ -22,7 +23,6 @@ from onecurve.launch.elastic import (
     with_devices,
     with_smaller_micro_batches,
 )
-from onecurve.launch.outcome import RankFailedError, exit_rank, first_failure, fold_frames, record_restart
 from onecurve.process import signals
 from onecurve.process.rank import REPORT_FILE, connect_debugger, cores_per_rank, log_to_folder, process_group_closed
 from onecurve.process.ranks import forget_launcher
@@ -143,7 +143,8 @@ def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
 def _torchelastic_config(cfg: DictConfig, processes: int, reports: str) -> Any:
     """Return the settings of torch's elastic launcher, whose ranks write their errors into the folder `reports`.
 
-    Its own restarts are off, because they would repeat user errors and hide their messages.
+    Its own restarts are off, because they would repeat user errors and hide their messages. In each rank Lightning
+    finds by the launcher's variables that it has been started.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig

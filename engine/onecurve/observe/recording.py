@@ -108,7 +108,7 @@ def set_recording(recording: StepRecording | None) -> None:
     _recording = recording
     _of_fsdp.close()
     if recording:
-        _of_fsdp.enter_context(communication_in(communication()))
+        _of_fsdp.enter_context(communication_in(timed_communication()))
 
 
 def current_recording() -> StepRecording | None:
@@ -116,12 +116,12 @@ def current_recording() -> StepRecording | None:
     return None if torch.compiler.is_compiling() else _recording
 
 
-def communication() -> _GeneratorContextManager[None]:
+def timed_communication() -> _GeneratorContextManager[None]:
     """Return a context, which is also a decorator, in which this rank communicates, and so waits for other ranks."""
     return _recorded(COMMUNICATION)
 
 
-def computation() -> _GeneratorContextManager[None]:
+def timed_computation() -> _GeneratorContextManager[None]:
     """Return a context in which this rank computes, within one in which it communicates."""
     return _recorded(COMPUTATION)
 

@@ -26,7 +26,7 @@ from onecurve.errors import UserError
 from onecurve.network.compilation import constant
 from onecurve.network.recomputation import remember
 from onecurve.network.tensors import copy_from_vector, to_vector, upcast_half
-from onecurve.observe.recording import communication
+from onecurve.observe.recording import timed_communication
 from onecurve.parallel.gather import all_gather_into
 from onecurve.patches.torch import AnyBatchNorm, BatchNormOfAnyShape, keep_out_of_ddp
 
@@ -300,7 +300,7 @@ def _moments_over_ranks(input: Tensor, sizes: list[int], groups: RankGroups) -> 
     """
     own = torch.stack([_moments(part) for part in input.split(sizes)])
     gathered = own.new_empty(len(groups.counts) * len(own), *own.shape[1:])
-    with communication():
+    with timed_communication():
         all_gather_into(gathered, own, group=groups.sharing)
     means, variances = gathered.view(-1, *own.shape).unbind(2)  # (ranks, groups, channels)
     counts = constant(groups.counts, own.dtype, own.device)[..., None]
@@ -368,7 +368,7 @@ class _Normalize(torch.autograd.Function):
         grad_inputs, grad_weights, grad_biases = zip(*of_groups, strict=True)
         sums = torch.stack([torch.stack(grad_weights), torch.stack(grad_biases)])  # (2, groups, channels)
         grad_weight, grad_bias = sums.sum(1)  # of this rank, before the ranks add theirs
-        with communication():
+        with timed_communication():
             dist.all_reduce(sums, group=ctx.process_group)
         slope, shift = _terms_of_moments(sums / values, mean, torch.rsqrt(var + ctx.eps), weight)
         per_channel = [-1] + [1] * (input.ndim - 2)

@@ -1,4 +1,4 @@
-"""The strategy of a name; checks of what a strategy supports, with a clear message before Lightning fails."""
+"""The strategy that a script names; checks of what a strategy supports, with a clear message before Lightning fails."""
 
 import os
 from typing import Any
@@ -26,7 +26,10 @@ _UNUSED = "ddp_find_unused_parameters_"  # Lightning's names of DDP with that op
 
 
 def resolve_strategy(strategy: Any, devices: int | list[int], num_nodes: int) -> Any:
-    """Return the strategy of that name for a number of devices per node, or their indices; or the given strategy."""
+    """Return the strategy of a name that a script gives, for a number of devices per node, or their indices.
+
+    A strategy that is given as an object is returned as it is: train.py builds those of conf/strategy.
+    """
     if strategy == "auto":
         return auto(devices, num_nodes)
     if not isinstance(strategy, str):

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from onecurve.errors import UserError, check_choice
-from onecurve.observe.recording import communication
+from onecurve.observe.recording import timed_communication
 from onecurve.parallel.gather import all_gather
 from onecurve.patches.lightning_strategies import DDPStrategy
 from onecurve.targets import locate
@@ -102,8 +102,8 @@ class DDP(DDPStrategy):
         if comm_hook == "post_local_sgd" and shard_optimizer:
             raise UserError("strategy.shard_optimizer=true needs equal weights, but post_local_sgd lets them differ")
 
-    reduce = communication()(DDPStrategy.reduce)
-    all_gather = communication()(all_gather)
+    reduce = timed_communication()(DDPStrategy.reduce)
+    all_gather = timed_communication()(all_gather)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class _Launcher(SpawnLauncher):
         finally:
             signals.restore_handlers(handlers)
 
-    def run_rank(self, rank: int, trainer: L.Trainer, run: Callable[[], None]) -> None:
+    def run_spawned(self, rank: int, trainer: L.Trainer, run: Callable[[], None]) -> None:
         parent: Any = multiprocessing.parent_process()
         signals.prepare_started_process(parent.pid)
         connect_debugger(rank)

@@ -1,4 +1,4 @@
-"""Averaging and clipping of gradients over the ranks of a process group."""
+"""Averaging and clipping of gradients over a process group, for strategies whose wrapper does not: DDP and FSDP do."""
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -6,10 +6,10 @@ from torch.optim import Optimizer
 
 from onecurve.network.norm import order_free_norm
 from onecurve.network.tensors import copy_from_vector, to_full_tensor, to_vector
-from onecurve.observe.recording import communication
+from onecurve.observe.recording import timed_communication
 
 
-@communication()
+@timed_communication()
 def average_over(group: dist.ProcessGroup, gradients: list[Tensor]) -> None:
     """Replace the gradients with their means over the ranks of `group`, which hold replicas, in one all-reduce."""
     if dist.get_world_size(group) == 1:

@@ -16,7 +16,7 @@ from onecurve.checkpoint.io import read_checkpoint, write_error
 from onecurve.checkpoint.optimizer_state import merge, shard_like
 from onecurve.errors import UserError
 from onecurve.network.tensors import to_full_tensor, with_versions
-from onecurve.observe.recording import communication
+from onecurve.observe.recording import timed_communication
 from onecurve.parallel.gather import all_gather
 from onecurve.patches.lightning_strategies import ModelParallelStrategy
 
@@ -63,8 +63,8 @@ class ShardedStateStrategy(ModelParallelStrategy):
     load_optimizer_state_dict = Strategy.load_optimizer_state_dict
     restore_checkpoint_after_setup = Strategy.restore_checkpoint_after_setup
     lightning_restore_optimizer = Strategy.lightning_restore_optimizer
-    reduce = communication()(ModelParallelStrategy.reduce)
-    all_gather = communication()(all_gather)
+    reduce = timed_communication()(ModelParallelStrategy.reduce)
+    all_gather = timed_communication()(all_gather)
 
     @abstractmethod
     def parallelize(self, module: L.LightningModule) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecurve.network.tensors import copy_from_vector, to_vector
-from onecurve.observe.recording import communication
+from onecurve.observe.recording import timed_communication
 from onecurve.parallel.gather import all_gather_into
 from onecurve.patches.torch import foreach_add_
 
@@ -41,7 +41,7 @@ class TreeSum:
         self.nodes[first, count] = tensors
 
 
-@communication()
+@timed_communication()
 @torch.no_grad()
 def sum_over_ranks(own: TreeSum, virtual_ranks: Sequence[Iterable[int]], group: Any) -> list[Tensor]:
     """Return the sums over all virtual ranks, on every rank; it moves as many bytes as an all-reduce.

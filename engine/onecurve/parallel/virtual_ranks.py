@@ -1,4 +1,6 @@
-"""The passes of a run's virtual ranks, one by one: the same bits on any hardware.
+"""With `bit_exact=true`: the passes of a run's virtual ranks, one by one. The same bits on any hardware.
+
+Otherwise virtual ranks are computed together, and are the groups of `batch_norm.py` only.
 
 Each virtual rank has a forward and a backward pass of its own, on its samples of the global batch, and begins with the
 buffers that the step began with. Gradients and buffers are then added over all virtual ranks in the order of one tree
@@ -19,7 +21,7 @@ from onecurve.data.batch import StepPart
 from onecurve.errors import UserError
 from onecurve.network.compilation import constant
 from onecurve.network.tensors import to_local, upcast_half
-from onecurve.observe.recording import communication
+from onecurve.observe.recording import timed_communication
 from onecurve.parallel.tree_sum import TreeSum, sum_over_ranks
 
 
@@ -64,7 +66,7 @@ class VirtualRanks:
         together = self.own.step
         sums.end_backward(number // together * together, together)
 
-    @communication()
+    @timed_communication()
     @torch.no_grad()
     def finish(self, rows: Tensor) -> Tensor:
         """Set the gradients and buffers of the step; return the rows of all virtual ranks, (virtual ranks, n).

@@ -44,16 +44,16 @@ class DDPStrategy(strategies.DDPStrategy):
 
 
 class SpawnLauncher(_MultiProcessingLauncher):
-    """Spawns processes, each of which calls `run_rank`."""
+    """Spawns processes, each of which calls `run_spawned`."""
 
     def _wrapping_function(self, process_idx: int, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        self.run_rank(
+        self.run_spawned(
             process_idx,
             trainer,
             lambda: super(SpawnLauncher, self)._wrapping_function(process_idx, trainer, *args, **kwargs),
         )
 
-    def run_rank(self, rank: int, trainer: L.Trainer, run: Callable[[], None]) -> None:
+    def run_spawned(self, rank: int, trainer: L.Trainer, run: Callable[[], None]) -> None:
         """Run what each process does."""
         raise NotImplementedError
 

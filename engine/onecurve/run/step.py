@@ -24,7 +24,7 @@ from torch.optim import LBFGS
 
 from onecurve.data.batch import StepPart, join
 from onecurve.errors import UserError
-from onecurve.observe.recording import computation
+from onecurve.observe.recording import timed_computation
 from onecurve.observe.steps import is_log_point
 from onecurve.parallel.batch_norm import grouped_norms
 from onecurve.parallel.virtual_ranks import VirtualRanks
@@ -70,7 +70,7 @@ class StepInParts(Optimization):
         # `post_backward` calls `on_after_backward`, which waits for the complete gradient.
         with mock.patch.object(plugin, "post_backward", lambda loss, module: loss.detach()):
             for number, part in enumerate(data.parts):
-                with passes.one_pass(number, part), computation():
+                with passes.one_pass(number, part), timed_computation():
                     with results.divert(log):
                         output = self.forward_pass(kwargs | {"batch": part.batch})
                     if hidden is not None:

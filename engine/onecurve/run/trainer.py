@@ -44,8 +44,8 @@ from onecurve.run.arguments import (
 from onecurve.run.bit_exact import BitExactness, set_num_threads
 from onecurve.run.checkpoint import LastCheckpoint, check_overwrites_nothing, find_checkpoint, monitoring
 from onecurve.run.division import DivisionCheck
-from onecurve.run.metric_groups import MetricGroups
 from onecurve.run.metric_states import MetricStates, VirtualMetrics
+from onecurve.run.metric_sync import MetricSync
 from onecurve.run.predictions import PredictedSamples
 from onecurve.run.recorder import RunRecorder
 from onecurve.run.replicas import BufferCheck, EqualWeights, GatheredWeightCheck, ReplicaCheck
@@ -197,7 +197,7 @@ class Trainer(L.Trainer):
             *([BitExactness(), virtual] if virtual else [BufferCheck(), DivisionCheck()]),
             ReplicaCheck(),
             GatheredWeightCheck(),
-            MetricGroups(),
+            MetricSync(),
             MetricStates(virtual),  # after ExactResumption, which saves the position
             RandomNumbers(self.seed),
             ScheduleCheck(),

@@ -128,7 +128,7 @@ def test_given_batches_of_a_resumed_epoch(start: int, steps: int, expected: list
 @pytest.mark.parametrize(("own", "expected"), [([0], [[5], [7]]), ([1], [[6], [8]]), ([0, 1], [[5], [6], [7], [8]])])
 def test_given_batches_of_virtual_ranks(own: list[int], expected: list[list[int]]) -> None:
     single = [torch.tensor([sample]) for sample in (5, 6, 7, 8)]
-    batches = GivenBatches(lambda epoch: single, evens, sharing=1, steps=2, own=own, virtual_ranks=2)
+    batches = GivenBatches(lambda epoch: single, evens, sharing=1, steps=2, own=own, batches_per_step=2)
     assert [batch.tolist() for batch in batches] == expected
     assert len(batches) == len(expected)
     assert list(islice(batches.weights(), 9)) == [1.0] * 9

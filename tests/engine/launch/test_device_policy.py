@@ -7,8 +7,8 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from onecurve.errors import UserError
-from onecurve.launch import elastic
-from onecurve.launch.elastic import DevicePolicy, with_devices, with_smaller_micro_batches
+from onecurve.launch import restarts
+from onecurve.launch.restarts import DevicePolicy, with_devices, with_smaller_micro_batches
 
 ANY = range(100)  # the numbers of ranks that a strategy accepts
 
@@ -70,8 +70,8 @@ def policy_for(count: int = 4, sizes: Any = ANY, **changes: Any) -> DevicePolicy
 
 def test_a_policy_begins_with_all_devices() -> None:
     policy = DevicePolicy([5, 7], config())
-    assert (policy.used, policy.restarts_left, policy.pause) == ([5, 7], 2, elastic._PAUSE)
-    assert float(os.environ.get("ELASTIC_PAUSE", 60)) == elastic._PAUSE, "a minute by default"
+    assert (policy.used, policy.restarts_left, policy.pause) == ([5, 7], 2, restarts._PAUSE)
+    assert float(os.environ.get("ELASTIC_PAUSE", 60)) == restarts._PAUSE, "a minute by default"
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,9 @@ def test_a_pipeline_without_its_last_device_runs_on_the_first_ones() -> None:
 def test_a_second_death_of_a_rank_loses_its_device() -> None:
     policy = policy_for()
     assert policy.after_failure(1, 5, set()) == ""
-    assert (policy.used, policy.restarts_left, policy.pause) == ([0, 1, 2, 3], 1, elastic._PAUSE)
+    assert (policy.used, policy.restarts_left, policy.pause) == ([0, 1, 2, 3], 1, restarts._PAUSE)
     assert policy.after_failure(1, 5, set()) == "rank 1 died twice without a new checkpoint (device 1)"
-    assert (policy.used, policy.restarts_left, policy.pause) == ([0, 2, 3], 2, 2 * elastic._PAUSE)
+    assert (policy.used, policy.restarts_left, policy.pause) == ([0, 2, 3], 2, 2 * restarts._PAUSE)
     policy.after_failure(1, 5, set())
     assert policy.after_failure(1, 5, set()) == "rank 1 died twice without a new checkpoint (device 2)"
     assert policy.used == [0, 3]

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from onecurve.launch import elastic
-from onecurve.launch.elastic import time_of_last_save, unusable_devices, watch_for_devices
+from onecurve.launch import restarts
+from onecurve.launch.restarts import time_of_last_save, unusable_devices, watch_for_devices
 from onecurve.process.signals import FLAG_FILE
 from tests.engine.launch.test_device_policy import config, policy_for
 
@@ -25,7 +25,7 @@ class Probe:
 
     def poll(self) -> int | None:
         self.looks += 1
-        if elastic.time.monotonic() > 0.04 and self.device < 90:
+        if restarts.time.monotonic() > 0.04 and self.device < 90:
             self.returncode = self.device
         return self.returncode
 
@@ -54,8 +54,8 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[Probe]:
         started.append(Probe(*arguments, **options))
         return started[-1]
 
-    monkeypatch.setattr(elastic, "time", Clock())
-    monkeypatch.setattr(elastic.subprocess, "Popen", start)
+    monkeypatch.setattr(restarts, "time", Clock())
+    monkeypatch.setattr(restarts.subprocess, "Popen", start)
     return started
 
 
@@ -64,7 +64,7 @@ def test_devices_whose_probe_fails(probes: list[Probe]) -> None:
     assert unusable_devices(config(launch__probe="test 1"), [0, 1, 95, 0, 2]) == {1, 95, 2}
     assert [probe.was_killed for probe in probes] == [False, False, True, False, False]
     assert {(probe.command, probe.has_path) for probe in probes} == {("test 1", True)}
-    assert elastic.time.monotonic() == pytest.approx(90, abs=0.1)
+    assert restarts.time.monotonic() == pytest.approx(90, abs=0.1)
     assert probes[2].looks == pytest.approx(90 / 0.05, abs=3)
 
 
@@ -89,20 +89,20 @@ def test_command_of_a_probe(
     monkeypatch.setattr(sys, "executable", "/a path/python")
     unusable_devices(config(trainer__accelerator=accelerator, launch__probe=probe), [0])
     assert probes[0].command == command.format("'/a path/python'")
-    errors = elastic.subprocess.DEVNULL if is_silent else None
-    assert probes[0].options == {"shell": True, "stdout": elastic.subprocess.DEVNULL, "stderr": errors}
+    errors = restarts.subprocess.DEVNULL if is_silent else None
+    assert probes[0].options == {"shell": True, "stdout": restarts.subprocess.DEVNULL, "stderr": errors}
 
 
 def test_a_probe_ends_at_its_deadline(probes: list[Probe], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic, "_POLL", 30.0)
+    monkeypatch.setattr(restarts, "_POLL", 30.0)
     assert unusable_devices(config(), [95, 96]) == {95, 96}
-    assert elastic.time.monotonic() == 90
+    assert restarts.time.monotonic() == 90
     assert [probe.looks for probe in probes] == [4, 1]
 
 
 def test_probes_end_with_the_run(probes: list[Probe]) -> None:
     assert unusable_devices(config(), [0, 95], lambda: True) == {0, 95}
-    assert elastic.time.monotonic() == 0
+    assert restarts.time.monotonic() == 0
     assert [probe.was_killed for probe in probes] == [True, True]
 
 
@@ -155,7 +155,7 @@ def test_asks_the_ranks_to_end_once_devices_are_back(
 ) -> None:
     monkeypatch.setenv(FLAG_FILE, str(tmp_path / "stop"))
     times, ended = iter(saves), Ended(waits)
-    monkeypatch.setattr(elastic, "time_of_last_save", lambda run_dir: next(times))
+    monkeypatch.setattr(restarts, "time_of_last_save", lambda run_dir: next(times))
     started: list[Any] = []
     asked: list[Any] = []
 
@@ -163,12 +163,12 @@ def test_asks_the_ranks_to_end_once_devices_are_back(
         asked.append(idle)
         return unusable
 
-    monkeypatch.setattr(elastic, "unusable_devices", probe)
+    monkeypatch.setattr(restarts, "unusable_devices", probe)
 
     def thread(target: Any, daemon: bool) -> Any:
         return SimpleNamespace(start=target, join=lambda: started.append(daemon))
 
-    monkeypatch.setattr(elastic, "threading", SimpleNamespace(Event=lambda: ended, Thread=thread))
+    monkeypatch.setattr(restarts, "threading", SimpleNamespace(Event=lambda: ended, Thread=thread))
     policy = policy_for()
     policy.used, policy.pause = used, 7.0
     with suppress(KeyError), watch_for_devices(config(), policy):
@@ -184,17 +184,17 @@ def test_asks_the_ranks_to_end_once_devices_are_back(
 def test_devices_that_come_back_when_the_run_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FLAG_FILE, str(tmp_path / "stop"))
     times, ended = iter([0, 5]), Ended(1)
-    monkeypatch.setattr(elastic, "time_of_last_save", lambda run_dir: next(times))
+    monkeypatch.setattr(restarts, "time_of_last_save", lambda run_dir: next(times))
 
     def probe(cfg: Any, idle: list[int], is_over: Any) -> set[int]:
         ended.set()
         return set()
 
-    monkeypatch.setattr(elastic, "unusable_devices", probe)
+    monkeypatch.setattr(restarts, "unusable_devices", probe)
     thread = SimpleNamespace(
         Event=lambda: ended, Thread=lambda target, daemon: SimpleNamespace(start=target, join=list)
     )
-    monkeypatch.setattr(elastic, "threading", thread)
+    monkeypatch.setattr(restarts, "threading", thread)
     policy = policy_for()
     policy.used = [0, 1]
     with watch_for_devices(config(), policy):

@@ -10,7 +10,7 @@ import torch
 
 from onecurve.errors import UserError
 from onecurve.launch import workers
-from onecurve.launch.elastic import DevicePolicy, unusable_devices, with_devices, with_smaller_micro_batches
+from onecurve.launch.restarts import DevicePolicy, unusable_devices, with_devices, with_smaller_micro_batches
 from onecurve.records.events import append_event, read_events
 from tests.support.runs import compose
 

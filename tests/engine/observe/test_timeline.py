@@ -13,10 +13,10 @@ import torch
 from onecurve.observe.recording import (
     COMMUNICATION,
     StepRecording,
-    communication,
     current_recording,
     pipeline_pass,
     set_recording,
+    timed_communication,
 )
 from onecurve.observe.throughput import slowest_rank
 from onecurve.observe.timeline import Timeline
@@ -202,9 +202,9 @@ def recording(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[StepRec
 
 def test_nested_activities_count_once(recording: StepRecording) -> None:
     recording.switch("forward_backward")  # data: 1 s until here
-    with communication():  # 1 s
+    with timed_communication():  # 1 s
         with pipeline_pass(0, 2, "F"):  # 1 s
-            with communication():  # 1 s
+            with timed_communication():  # 1 s
                 pass
             assert current_recording()  # 1 s
         with pipeline_pass(1, 0, "W"):  # 1 s
@@ -226,7 +226,7 @@ def test_compiled_code_is_not_recorded(recording: StepRecording) -> None:
 
     @torch.compile(backend=keep, fullgraph=True)
     def compiled(x: torch.Tensor) -> torch.Tensor:
-        with communication():
+        with timed_communication():
             return x + 1
 
     compiled(torch.zeros(2))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from onecurve.extras.report.metric_charts import group_names, median, metric_chart, stacked_bars
 from onecurve.extras.report.page import Section, chart, duration_text, macros, new_figure, number, parts, write_page
 from onecurve.extras.report.run_folder import Curve, RunFolder
-from onecurve.records.events import STARTS
+from onecurve.records.events import ENDS, STARTS
 
 REPORT = "report.html"
 _STATUS = {
@@ -180,7 +180,7 @@ def duration(events: list[dict[str, Any]]) -> float | None:
     for event in events:
         if event["event"] in STARTS:
             began = float(event["time"])
-        elif began is not None:
+        elif event["event"] in (*ENDS, "restart") and began is not None:
             total, began = (total or 0.0) + float(event["time"]) - began, None
     return total
 

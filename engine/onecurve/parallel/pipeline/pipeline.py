@@ -25,7 +25,7 @@ from torch.optim import LBFGS, Optimizer
 from onecurve.data.batch import Batch
 from onecurve.errors import UserError, check_choice
 from onecurve.network.module_state import without_log
-from onecurve.observe.recording import communication, computation
+from onecurve.observe.recording import timed_communication, timed_computation
 from onecurve.parallel.gradients import average_over, clip_by_norm_over
 from onecurve.parallel.pipeline.blocks import Block, constants, ordered_blocks
 from onecurve.parallel.pipeline.rehearsal import check_module, check_stages, input_of_network
@@ -228,7 +228,7 @@ class Pipeline(ShardedStateStrategy):
 
     def _loss(self, outputs: tuple[Tensor], number: Tensor) -> Tensor:
         """Return the loss of micro-batch `number`, a CPU tensor because the schedule splits a tensor of targets."""
-        with computation():
+        with timed_computation():
             loss = cast(Any, self.lightning_module).loss(outputs[0], self._micro_batches[int(number)])
         return loss if self._divisor == 1 else loss / self._divisor
 
@@ -373,7 +373,7 @@ class Pipeline(ShardedStateStrategy):
             return self.outputs.pop()
         if self._batch is None:
             return self._run_stages(inputs)
-        with communication():  # between the passes a rank waits
+        with timed_communication():  # between the passes a rank waits
             return self._train_batch(self._batch, inputs)
 
     @property

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from onecurve.data.batch import StepPart
-from onecurve.observe.recording import communication
+from onecurve.observe.recording import timed_communication
 from onecurve.parallel.pipeline.rehearsal import input_of_network
 from onecurve.parallel.virtual_ranks import VirtualRanks
 from onecurve.random.random_functions import sample_random
@@ -38,7 +38,7 @@ class StageRanks(VirtualRanks):
             # A stage does not know what those before it draw from torch's generators, so nothing may draw from them.
             torch.default_generator.manual_seed(sample_random.call_seed)
             sample_random.begin(lambda: keys[0], keys[0].device, is_divided=True)
-            with communication():  # between the passes a rank waits
+            with timed_communication():  # between the passes a rank waits
                 batches = [part.batch for part in parts]
                 outputs = strategy.run_schedule(torch.cat(inputs), batches, self.count, torch.stack(keys))
             sample_random.check()

@@ -13,7 +13,7 @@ from onecurve.parallel.gather import group_of_samples
 from onecurve.run.metric_states import metrics_of
 
 
-class MetricGroups(L.Callback):
+class MetricSync(L.Callback):
     """Lets all ranks compute metrics together, and count each sample once, although all ranks of a pipeline hold it.
 
     A metric that has a `process_group` or `dist_sync_fn` of its own keeps it. So do those of virtual ranks, which
