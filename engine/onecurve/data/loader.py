@@ -69,6 +69,7 @@ class RankLoader:
         axis: SampleAxis | None = None,
     ) -> None:
         self.dataset: Any = loader.dataset
+        self.batch_size = loader.batch_size  # that of a step, for code that asks the trainer's loader
         self.sampler = self.batch_sampler = batches  # Lightning reads both, and sets the epoch
         self.num_parts, self._makes_batches = num_parts, yields_batches(loader)
         is_batched = makes_batches(self.dataset)

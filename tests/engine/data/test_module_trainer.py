@@ -31,6 +31,7 @@ class ScalesRate(Vectors):
         loss = self.mean(batch[0], batch[1], batch_idx)
         self.log("train/loss", loss, sync_dist=True)
         self.log("world", float(self.trainer.world_size * self.trainer.num_devices * self.trainer.num_nodes))
+        self.log("batch_size", float(self.trainer.train_dataloader.batch_size))
         self.log("sum_of_ranks", float(self.global_rank), reduce_fx="sum", sync_dist=True)
         self.log("zeros", float(self.trainer.is_global_zero), reduce_fx="sum", sync_dist=True)
         return loss
@@ -74,6 +75,7 @@ def test_learns_the_same_on_ranks(hardware: str, pool: Pool, folder: Path) -> No
     for record in fit_ranks(compose(folder / "two", *OWN, *HARDWARE[hardware], "trainer.devices=2"), pool):
         assert max(distances(record, one)) < TOLERANCE
         assert [record.metrics[name] for name in ("world", "sum_of_ranks", "zeros")] == [1, 1, 1]
+        assert record.metrics["batch_size"] == one.metrics["batch_size"] == 32, "that of the loader, whatever the rank has"
 
 
 def test_sees_the_virtual_ranks(pool: Pool, folder: Path) -> None:
