@@ -75,7 +75,7 @@ def test_learns_the_same_on_ranks(hardware: str, pool: Pool, folder: Path) -> No
     for record in fit_ranks(compose(folder / "two", *OWN, *HARDWARE[hardware], "trainer.devices=2"), pool):
         assert max(distances(record, one)) < TOLERANCE
         assert [record.metrics[name] for name in ("world", "sum_of_ranks", "zeros")] == [1, 1, 1]
-        assert record.metrics["batch_size"] == one.metrics["batch_size"] == 32, "that of the loader, whatever the rank has"
+        assert record.metrics["batch_size"] == one.metrics["batch_size"] == 32, "that of the loader"
 
 
 def test_sees_the_virtual_ranks(pool: Pool, folder: Path) -> None:
