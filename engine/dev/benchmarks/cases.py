@@ -64,13 +64,14 @@ def peer(
 
 
 def overhead(images: Path) -> list[Case]:
-    """A step on one device: hand-written, barebones Lightning, and this template."""
+    """A step on one device: hand-written, Lightning without and with what its Trainer does, and this template."""
     cases = []
     for net, length in STEPS.items():
         task = (net, images, length)
         programs = [
             peer("hand-written", "handwritten", *task),
             peer("Lightning, barebones", "lightning_loop", *task),
+            peer("Lightning, defaults", "lightning_loop", *task, "--defaults"),
             ours("this template", *task),
         ]
         cases.append(Case(f"a step of {net}", "step ms", programs))

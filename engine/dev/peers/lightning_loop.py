@@ -1,14 +1,16 @@
-"""Plain Lightning for `engine.dev.bench`: `Trainer(barebones=True)` without logging.
+"""Plain Lightning for `engine.dev.bench`: `Trainer(barebones=True)`, or with `--defaults` what `Trainer()` does.
 
 It has the data path, optimizer and schedule of `handwritten.py`.
 """
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
@@ -36,7 +38,10 @@ class Classifier(L.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         image, label = batch
-        return F.cross_entropy(self.net(image), label)
+        loss = F.cross_entropy(self.net(image), label)
+        if not self.trainer.barebones:
+            self.log("train/loss", loss, prog_bar=True)
+        return loss
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer, schedule = build_optimizer(list(self.net.parameters()), self.steps)
@@ -44,10 +49,16 @@ class Classifier(L.LightningModule):
 
 
 def main() -> None:
-    options = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--defaults", action="store_true", help="with progress bar, checkpoints and metrics.csv")
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     images, labels, net = set_up(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    trainer = L.Trainer(devices=1, max_steps=options.steps, max_epochs=-1, barebones=True)
+    chosen: dict[str, Any] = {"barebones": True}
+    if options.defaults:
+        folder = options.clock.parent
+        chosen = {"logger": CSVLogger(folder), "default_root_dir": folder, "log_every_n_steps": options.log_every}
+    trainer = L.Trainer(devices=1, max_steps=options.steps, max_epochs=-1, **chosen)
     trainer.callbacks.append(Clock(str(options.clock), options.log_every))
     trainer.fit(Classifier(net, options.steps), Batches(images, labels, options.batch, memory_format_of(options)))
 
