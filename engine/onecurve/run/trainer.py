@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
+from torch import Tensor
 
 from onecurve.checkpoint.io import AtomicCheckpointIO
 from onecurve.checkpoint.resumption import ExactResumption
@@ -34,13 +35,7 @@ from onecurve.process.rank import log_script, shorten_user_errors, tune_malloc
 from onecurve.random.dropout import use_sample_dropout
 from onecurve.random.random_functions import RandomNumbers
 from onecurve.records.events import recorded_fit
-from onecurve.run.arguments import (
-    as_list,
-    check_arguments,
-    check_callbacks_are_possible,
-    has_kind,
-    named,
-)
+from onecurve.run.arguments import as_list, check_arguments, check_callbacks_are_possible, has_kind, named
 from onecurve.run.bit_exact import BitExactness, set_num_threads
 from onecurve.run.checkpoint import LastCheckpoint, check_overwrites_nothing, find_checkpoint, monitoring
 from onecurve.run.division import DivisionCheck
@@ -55,6 +50,7 @@ from onecurve.run.training_loop import FiniteCheck, MonitorCheck, ScheduleCheck,
 
 _log = logging.getLogger(__name__)
 _FOLDER = "onecurve_logs"  # of a run without `default_root_dir`, beside Lightning's lightning_logs
+_USERS_SEED = "PL_GLOBAL_SEED"  # the variable in which `lightning.seed_everything` keeps its seed
 
 
 class Trainer(L.Trainer):
@@ -117,12 +113,10 @@ class Trainer(L.Trainer):
         if self._is_script:
             log_script(rank_zero_only.rank)
             shorten_user_errors(self, rank_zero_only.rank)
-        given_seed = os.environ.get("PL_GLOBAL_SEED")  # of lightning.seed_everything
-        seed = int(given_seed or 0) if seed is None else seed
-        virtual_ranks = (4 if bit_exact else 1) if virtual_ranks is None else virtual_ranks
-        check_arguments(seed, virtual_ranks, bit_exact, kwargs)
-        self.seed, self.virtual_ranks, self.bit_exact = seed, virtual_ranks, bit_exact
-        self.accumulate, self.sync_batchnorm = accumulate_grad_batches, sync_batchnorm
+        self.seed = int(os.environ.get(_USERS_SEED) or 0) if seed is None else seed
+        self.virtual_ranks = (4 if bit_exact else 1) if virtual_ranks is None else virtual_ranks
+        check_arguments(self.seed, self.virtual_ranks, bit_exact, kwargs)
+        self.bit_exact, self.accumulate, self.sync_batchnorm = bit_exact, accumulate_grad_batches, sync_batchnorm
         # OrderedData applies these limits, because Lightning would count micro-batches.
         self.limits = {name: kwargs.pop(f"limit_{name}_batches", None) for name in ("train", "val", "test")}
         self.final_metrics: dict[str, Any] = {}
@@ -132,11 +126,7 @@ class Trainer(L.Trainer):
         self._folder = folder = Path(default_root_dir or _FOLDER).expanduser()
         if bit_exact:
             set_num_threads()
-        L.seed_everything(seed, verbose=False)
-        del os.environ["PL_GLOBAL_SEED"]  # or a later trainer would take it for the user's
-        if given_seed is not None:
-            os.environ["PL_GLOBAL_SEED"] = given_seed
-        self._state_before_module = None if given_seed else torch.get_rng_state()
+        self._state_before_module = _seed_generators(self.seed)
         accelerator, devices = resolve_devices(accelerator, devices)
         needs_determinism = bit_exact and accelerator != "cpu"
         is_double = kwargs.get("precision") == "64-true"  # Lightning accepts this name with some strategies only
@@ -373,6 +363,16 @@ class Trainer(L.Trainer):
                 self._warn_of_early_module()
             self._recorder.config = describe_script(self, module, data.plain, self._arguments, stage, ckpt_path)
         return data
+
+
+def _seed_generators(seed: int) -> Tensor | None:
+    """Seed what initial weights are drawn from; return the state of torch's, unless the user has seeded it too."""
+    of_user = os.environ.get(_USERS_SEED)
+    L.seed_everything(seed, verbose=False)
+    del os.environ[_USERS_SEED]  # or a later trainer would take this seed for the user's
+    if of_user is not None:
+        os.environ[_USERS_SEED] = of_user
+    return None if of_user else torch.get_rng_state()
 
 
 def _signature() -> inspect.Signature:
