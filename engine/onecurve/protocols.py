@@ -18,7 +18,8 @@ class AnyClass(Protocol):
     """A class that a file of conf/ names.
 
     Attributes:
-        hardware_options: names of its options that change no curve; all others belong to the experiment.
+        hardware_options: names of its options that change no curve, besides those of its base classes; all others
+            belong to the experiment.
     """
 
     hardware_options: ClassVar[Sequence[str]]

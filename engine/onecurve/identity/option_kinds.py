@@ -1,9 +1,9 @@
 """The two kinds of options: the experiment is what a run computes, and the hardware is how it computes that.
 
 Two runs with the same options of the experiment have one curve, whatever their hardware. Every option counts as
-experiment unless it is declared as hardware: here, or by the class that takes it, in a tuple `hardware_options`. An
-option that changes no curve only if others have certain values is not declared. `NODE.*` also stands for the node
-itself.
+experiment unless it is declared as hardware: by the class that takes it, in a tuple `hardware_options`, or here, if
+the class is another library's. An option that changes no curve only if others have certain values is not declared.
+`NODE.*` also stands for the node itself.
 """
 
 from fnmatch import fnmatchcase
@@ -24,12 +24,9 @@ HARDWARE = """
     trainer.detect_anomaly trainer.barebones trainer.profiler.*
     trainer.use_distributed_sampler trainer.strategy trainer.logger trainer.callbacks trainer.plugins
     trainer.default_root_dir trainer.model_registry trainer.timeout trainer.config
-    strategy._target_ strategy.devices strategy.num_nodes strategy.single_process strategy.shares
-    strategy.shard_optimizer strategy.bucket_cap_mb strategy.gradient_as_bucket_view
-    strategy.replicas strategy.reshard_after_forward strategy.sharded_checkpoints strategy.stages strategy.schedule
-    strategy.microbatches strategy.split strategy.data_parallel strategy.accelerator strategy.parallel_devices
-    strategy.cluster_environment strategy.checkpoint_io strategy.precision_plugin strategy.process_group_backend
-    strategy.start_method strategy.timeout
+    strategy._target_ strategy.devices strategy.num_nodes strategy.single_process strategy.accelerator
+    strategy.parallel_devices strategy.cluster_environment strategy.checkpoint_io strategy.precision_plugin
+    strategy.process_group_backend strategy.start_method strategy.timeout
     callbacks.best.* callbacks.checkpoint.* callbacks.progress_bar.* callbacks.timeline.* callbacks.throughput.*
     callbacks.gradients.* callbacks.evaluation.* callbacks.samples.* callbacks.pruning.trial
 """.split()
@@ -68,8 +65,11 @@ def is_experiment(config: DictConfig, name: str, value: Any) -> bool:
         return True
     node, _, key = name.rpartition(".")
     target = OmegaConf.select(config, f"{node}._target_") if node else None
-    declared = getattr(locate(f"{node}._target_", target), "hardware_options", ()) if target else ()
-    return key not in declared and not matches(name, HARDWARE + OWN_HARDWARE)
+    found = locate(f"{node}._target_", target) if target else None
+    parts = getattr(found, "__mro__", (found,))  # a class adds to what its base classes declare
+    if any(key in getattr(part, "__dict__", {}).get("hardware_options", ()) for part in parts):
+        return False
+    return not matches(name, HARDWARE + OWN_HARDWARE)
 
 
 def experiment_options(config: DictConfig) -> dict[str, Any]:

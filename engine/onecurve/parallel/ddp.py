@@ -77,6 +77,8 @@ class DDP(DDPStrategy):
         **kwargs: further arguments of DistributedDataParallel, such as `bucket_cap_mb`.
     """
 
+    hardware_options: Sequence[str] = ("shard_optimizer", "bucket_cap_mb", "gradient_as_bucket_view", "shares")
+
     def __init__(
         self,
         comm_hook: str | None = None,

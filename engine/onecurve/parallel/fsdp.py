@@ -54,6 +54,8 @@ class FSDP(ShardedStateStrategy):
         **kwargs: arguments of ShardedStateStrategy.
     """
 
+    hardware_options: Sequence[str] = ("replicas", "reshard_after_forward")  # and those of the base
+
     def __init__(
         self,
         replicas: int = 1,

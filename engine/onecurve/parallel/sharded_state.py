@@ -50,6 +50,8 @@ class ShardedStateStrategy(ModelParallelStrategy):
         **kwargs: arguments of ModelParallelStrategy.
     """
 
+    hardware_options: Sequence[str] = ("sharded_checkpoints", "shares")  # they change no curve
+
     def __init__(self, sharded_checkpoints: bool = False, shares: Sequence[int] | None = None, **kwargs: Any) -> None:
         super().__init__(save_distributed_checkpoint=False, **kwargs)
         self.sharded_checkpoints, self.shares = sharded_checkpoints, shares

@@ -18,6 +18,8 @@ from torch.utils.data import Subset
 from onecurve.errors import UserError
 from onecurve.identity import fingerprint as module
 from onecurve.identity.fingerprint import Experiment, code_version, continue_experiment, describe_experiment
+from onecurve.identity.option_kinds import is_experiment
+from onecurve.parallel.fsdp import FSDP
 
 LOGGER = "onecurve.identity.fingerprint"
 
@@ -98,6 +100,18 @@ def test_options_of_an_experiment(targets: list[str]) -> None:
         "training data": f"2 samples, SHA-256 {sha256(np.array([1, 2]).tobytes())[:12]}",
     }
     assert sorted(targets) == sorted([f"{__name__}.Data", "torch.optim.SGD", "torch.nn.ReLU"])
+
+
+class Offloaded(FSDP):
+    """A user's strategy with an option of its own that changes no curve."""
+
+    hardware_options = ("offload",)
+
+
+def test_a_class_adds_to_the_hardware_options_of_its_base_classes() -> None:
+    cfg = OmegaConf.create({"strategy": {"_target_": f"{__name__}.Offloaded"}})
+    options = ["offload", "replicas", "shares", "devices", "param_dtype"]
+    assert [is_experiment(cfg, f"strategy.{name}", 2) for name in options] == [False] * 4 + [True]
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,15 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from onecurve.identity.option_kinds import HARDWARE, experiment_options
+from onecurve.parallel.ddp import DDP
+from onecurve.parallel.fsdp import FSDP
+from onecurve.parallel.pipeline.pipeline import Pipeline
+from onecurve.parallel.sharded_state import ShardedStateStrategy
 from src.data.augment.augmentation import Augmentation
 from src.data.datamodule import ImageDataModule
 from src.data.sources.array_file import ArrayFile
@@ -45,10 +50,15 @@ QUICK, PAIRS = cover(1), cover(2)
 def test_every_hardware_option_is_varied_or_excused() -> None:
     excused = {name for names in NOT_VARIED.values() for name in names.split()}
     named = {name.removesuffix(".*").removesuffix(".every_n_train_steps") for name in VARIED}
-    classes = {"data": ImageDataModule, "data.augment": Augmentation, "module": ImageClassifier}
-    declared = {f"{node}.{option}" for node, kind in classes.items() for option in kind.hardware_options}
-    declared |= {
-        f"data.source.{option}" for kind in (CIFAR10, ArrayFile, ClassFolders) for option in kind.hardware_options
+    classes: dict[str, list[Any]] = {
+        "data": [ImageDataModule],
+        "data.augment": [Augmentation],
+        "data.source": [CIFAR10, ArrayFile, ClassFolders],
+        "module": [ImageClassifier],
+        "strategy": [DDP, FSDP, Pipeline, ShardedStateStrategy],
+    }
+    declared = {
+        f"{node}.{option}" for node, kinds in classes.items() for kind in kinds for option in kind.hardware_options
     }
     assert {name for name in {*HARDWARE, *declared} if name.removesuffix(".*") not in named} == excused
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 from numpy.typing import NDArray
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from onecurve.checkpoint.format import VERSION_KEY
 from onecurve.errors import UserError
@@ -22,6 +22,7 @@ from onecurve.identity.option_kinds import (
     default_value,
     experiment_options,
     flatten_config,
+    is_experiment,
     matches,
 )
 from onecurve.records.events import ENDS, STARTS, last_of, read_events
@@ -97,12 +98,7 @@ class RunFolder:
             return experiment_options(resolved)
         except UserError:  # such as a class of a script
             flat = flatten_config(options)
-        own = {name: value for name, value in flat.items() if not matches(name, HARDWARE + OWN_HARDWARE)}
-        strategy = [name for name in own if name.startswith("strategy.")]
-        if not str(flat.get("strategy._target_")).startswith("onecurve."):
-            return own
-        defaults = [name for name in strategy if own[name] == default_value(resolved, name)]
-        return {name: value for name, value in own.items() if name not in defaults}
+        return {name: value for name, value in flat.items() if _is_experiment(resolved, name, value)}
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
@@ -174,6 +170,14 @@ class RunFolder:
             sizes = [start.get("world_size") for start in starts if (start["step"] or 0) <= step]
             logged[sizes[-1] if sizes else None].append(value)
         return {size: float(np.nanmedian(values)) for size, values in logged.items()}
+
+
+def _is_experiment(config: DictConfig, name: str, value: Any) -> bool:
+    """Return whether an option belongs to the experiment, as far as its class can be imported."""
+    try:
+        return is_experiment(config, name, value) and value != default_value(config, name)
+    except UserError:
+        return not matches(name, HARDWARE + OWN_HARDWARE)
 
 
 def _activity_seconds(file: Path) -> dict[str, float]:

@@ -64,6 +64,7 @@ class Pipeline(ShardedStateStrategy):
         **kwargs: arguments of ShardedStateStrategy.
     """
 
+    hardware_options: Sequence[str] = ("stages", "schedule", "microbatches", "split", "data_parallel")
     virtual_rank_passes: ClassVar = StageRanks
     module_needs: ClassVar = {"net": "the network to split", "loss": "which maps outputs and a batch to the mean loss"}
 
