@@ -5,11 +5,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import BaseFinetuning, LearningRateMonitor, ModelCheckpoint, ModelPruning
+from torch import Tensor
 from torch.optim import Optimizer
 
+from onecurve.checkpoint.io import is_plain
 from onecurve.checkpoint.optimizer_state import add_saved_groups, name_parameters, shard
 from onecurve.errors import UserError
+from onecurve.network.module_state import attributes
 from onecurve.patches.lightning_loops import set_progress, set_steps_of_loggers
 
 _log = logging.getLogger(__name__)
@@ -25,6 +29,8 @@ class ExactResumption(L.Callback):
     - Optimizers of any module restore their state by the names of the parameters, also in groups that were added.
     - Weights that were frozen or unfrozen while the run trained are so again. Lightning's callbacks repeat it only when
       they come to the same epoch.
+    - Numbers and tensors in attributes of modules that change in training, such as a count of the steps, go on from
+      rank zero's. What a module sets before the first epoch is its own: its rank, or an option.
     - Checkpoint callbacks keep their scores, also in a folder that was moved. Lightning's ModelCheckpoint discards them
       if its absolute path has changed, and then replaces the best checkpoint by a worse one; it saves `current_score`
       but does not restore it. (`ModelCheckpoint.load_state_dict`,
@@ -35,6 +41,10 @@ class ExactResumption(L.Callback):
         if stage == "fit":
             self._steps = self._epoch_steps = 0  # trained in the run, and in the current epoch
             self._requires_grad: dict[str, bool] = {}  # by name; first that of a checkpoint, then as training begins
+            self._has_begun_epoch = False  # in which the checkpoint was saved
+            self._attributes: dict[str, Any] = {}  # those of a checkpoint, until they are restored
+            self._restored = set[str]()
+            self._untrained: dict[str, Any] | None = None  # attributes before the first epoch
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Prepare the optimizers, which Lightning restores after this hook."""
@@ -55,8 +65,26 @@ class ExactResumption(L.Callback):
         """Make the test log at the last step and epoch, also if training stopped early or did not run."""
         set_progress(trainer, self._position(trainer))
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Restore attributes before the module's own hook, if the uninterrupted run came to this epoch with them."""
+        if not self._has_begun_epoch:
+            self._restore_attributes(pl_module)
+        if self._untrained is None:
+            found = attributes(pl_module)
+            self._untrained = {key: one.clone() if isinstance(one, Tensor) else one for key, one in found.items()}
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         set_steps_of_loggers(trainer, self._steps)  # -1 after Lightning's LearningRateFinder
+        self._restore_attributes(pl_module)
+
+    def _restore_attributes(self, module: L.LightningModule) -> None:
+        parts = dict(module.named_modules()) if self._attributes else {}
+        for name, value in self._attributes.items():
+            path, _, key = name.rpartition(".")
+            if path in parts:  # edited code may have another
+                vars(parts[path]).update({key: value.to(module.device) if isinstance(value, Tensor) else value})
+        self._restored |= self._attributes.keys()
+        self._attributes = {}
 
     def on_train_batch_end(self, *_: Any) -> None:
         self._steps += 1
@@ -74,6 +102,19 @@ class ExactResumption(L.Callback):
         # A continued run with other frozen weights in its configuration keeps those.
         changed = {name: flag for name, flag in _requires_grad(pl_module).items() if before.get(name, flag) != flag}
         checkpoint["requires_grad"] = changed
+        checkpoint["attributes"] = self._trained_attributes(pl_module) | self._attributes
+
+    def _trained_attributes(self, module: L.LightningModule) -> dict[str, Any]:
+        """Return the attributes that training has changed; one with a gradient belongs to a step."""
+        before = self._untrained or {}
+        found = {} if self._untrained is None else attributes(module)
+        return {
+            name: value
+            for name, value in found.items()
+            if is_plain(value)
+            and not (isinstance(value, Tensor) and value.requires_grad)
+            and (name in self._restored or not _is_same(value, before.get(name)))
+        }
 
     def _position(self, trainer: L.Trainer) -> dict[str, Any]:
         """Return the epoch in which the next step is, the steps that it has had, and those of the run."""
@@ -100,7 +141,9 @@ class ExactResumption(L.Callback):
         if trainer.training:
             self._restore_position(trainer, checkpoint)
             self._requires_grad = checkpoint.get("requires_grad", {})
-            for callback in trainer.callbacks if checkpoint.get("has_begun_epoch") else []:
+            self._attributes = checkpoint.get("attributes", {})
+            self._has_begun_epoch = bool(checkpoint.get("has_begun_epoch"))
+            for callback in trainer.callbacks if self._has_begun_epoch else []:
                 if isinstance(callback, BaseFinetuning | LearningRateMonitor):
                     _skip_epoch_start(callback)
             _restore_history(trainer, checkpoint["callbacks"])
@@ -132,6 +175,12 @@ def _skip_epoch_start(callback: Any) -> None:
 
 def _requires_grad(module: L.LightningModule) -> dict[str, bool]:
     return {name: weight.requires_grad for name, weight in module.named_parameters()}
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    if not isinstance(value, Tensor) or not isinstance(before, Tensor):
+        return type(value) is type(before) and value == before
+    return (value.shape, value.dtype) == (before.shape, before.dtype) and torch.equal(value, before.to(value.device))
 
 
 def _rewind(loops: dict[str, Any], epoch: int, step: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""Computing with modules without a trace: in another mode, without logs, with their state restored."""
+"""Attributes of modules; computing without a trace: in another mode, without logs, with the state restored."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,10 +9,29 @@ from unittest import mock
 import lightning as L
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torchmetrics import Metric, MetricCollection
 
 from onecurve.network.object_state import Restore, Snapshot, restore_of_tensor
 
 _INTERNAL = vars(nn.Module()).keys()  # attributes of torch's own
+_LIGHTNINGS = vars(L.LightningModule()).keys()  # attributes of any module
+
+
+def all_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of the user's modules by name, metrics and layers of this library left out."""
+    found = {}
+    for name, part in module.named_modules():
+        is_known = isinstance(part, Metric | MetricCollection) or type(part).__module__.startswith("onecurve.")
+        for key, value in {} if is_known else vars(part).items():
+            if key not in _LIGHTNINGS:
+                found[f"{name}.{key}".lstrip(".")] = value
+    return found
+
+
+def attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the numbers and tensors that are attributes of the user's modules, by name."""
+    found = all_attributes(module)
+    return {name: value for name, value in found.items() if isinstance(value, int | float | Tensor)}
 
 
 @contextmanager

@@ -4,19 +4,17 @@ import copy
 import logging
 from typing import Any
 
-import lightning as L
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
 
 from onecurve.errors import UserError
+from onecurve.network.module_state import all_attributes
 from onecurve.network.object_state import leaves_of
 from onecurve.network.tensors import to_local
 from onecurve.random.seeding import are_equal
 
 _log = logging.getLogger(__name__)
-_LIGHTNINGS = vars(L.LightningModule()).keys()  # attributes of any module
 _ROUNDINGS = 16  # of the largest element of a weight, by which a second normalization may change it
 
 
@@ -91,28 +89,12 @@ def _is_rounded(weight: Tensor, before: Tensor) -> bool:
 
 def _hidden_attributes(module: nn.Module) -> dict[str, list[Any]]:
     """Return copies of the numbers, arrays and tensors that the attributes of the user's modules hold, by name."""
-    leaves = {name: list(leaves_of(value)) for name, value in _all_attributes(module).items()}
+    leaves = {name: list(leaves_of(value)) for name, value in all_attributes(module).items()}
     return {name: [_copy(leaf) for leaf in values] for name, values in leaves.items()}
 
 
 def _copy(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.copy(leaf)
-
-
-def attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the numbers and tensors that are attributes of the user's modules, by name."""
-    found = _all_attributes(module)
-    return {name: value for name, value in found.items() if isinstance(value, int | float | Tensor)}
-
-
-def _all_attributes(module: nn.Module) -> dict[str, Any]:
-    found = {}
-    for name, part in module.named_modules():
-        is_known = isinstance(part, Metric | MetricCollection) or type(part).__module__.startswith("onecurve.")
-        for key, value in {} if is_known else vars(part).items():
-            if key not in _LIGHTNINGS:
-                found[f"{name}.{key}".lstrip(".")] = value
-    return found
 
 
 def _are_same(values: list[Any], before: list[Any] | None) -> bool:

@@ -1,0 +1,78 @@
+"""What training changes in attributes of a module is as before in a resumed run."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.comparison import TOLERANCE, relative
+from tests.support.interruption import die, run_on_ranks
+from tests.support.pool import Pool
+from tests.support.runs import compose, fit
+
+OWN = ["~data", "~module", "~model", "~optimizer", "~scheduler", "callbacks=none", "test=false"]
+OWN += ["trainer.log_every_n_steps=1", "trainer.max_epochs=3", "+data._target_=tests.support.habits.VectorData"]
+OWN += [f"+module._target_={__name__}.Anneals", "trainer.precision=64-true"]
+HARDWARE = {"one": [], "ddp": ["strategy=ddp"], "fsdp": ["strategy=fsdp", "strategy.sharded_checkpoints=true"]}
+PLACES = {  # in three epochs of four steps
+    "middle of an epoch": ("on_train_batch_start", 6),
+    "end of the first epoch": ("on_train_epoch_end", 4),
+    "end of an epoch": ("on_train_epoch_end", 8),
+    "start of an epoch": ("on_train_batch_start", 8),
+}
+
+
+class Anneals(L.LightningModule):
+    """A loss that depends on counts, a running mean and a tensor, and on nothing of the process."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.net = nn.Linear(16, 3)
+        self.steps = self.epochs = self.steps_of_epoch = 0
+        self.mean, self.scale, self.rank = 0.0, scale, 0
+
+    def on_fit_start(self) -> None:
+        self.rank = self.global_rank
+
+    def on_train_epoch_start(self) -> None:
+        self.epochs, self.steps_of_epoch = self.epochs + 1, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.rank == self.global_rank
+        self.outputs = self.net(batch[0])  # with a gradient: torch.save would keep its graph
+        if not hasattr(self, "center"):
+            self.center = torch.zeros(3, dtype=torch.float64)
+        weight = self.scale / (1 + self.steps + self.epochs + self.steps_of_epoch + self.mean)
+        self.log("train_loss", F.cross_entropy(self.outputs, batch[1]), sync_dist=True)
+        return weight * F.cross_entropy(self.outputs + self.center, batch[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.steps, self.steps_of_epoch = self.steps + 1, self.steps_of_epoch + 1
+        self.mean = 0.9 * self.mean + 0.1 * self.epochs
+        self.center = self.center + torch.tensor([0.1, 0.0, -0.1]) * self.steps
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.5)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("hardware", HARDWARE)
+def test_resumed_and_undisturbed_runs_agree(hardware: str, place: str, pool: Pool, folder: Path) -> None:
+    words, devices = [*OWN, *HARDWARE[hardware]], 2 if hardware != "one" else 1
+    words.append(f"trainer.devices={devices}")
+    whole = fit(compose(folder / "whole", *OWN))
+    run_on_ranks(pool, devices, die, compose(folder / "run", *words), *PLACES[place])
+    resumed = compose(folder / "run", *words, f"ckpt_path={folder}/run/died.ckpt")
+    for record in run_on_ranks(pool, devices, fit, resumed):
+        assert all(relative(record.final[name], value) < TOLERANCE for name, value in whole.final.items())
+
+
+def test_a_checkpoint_has_what_training_changes(folder: Path) -> None:
+    die(compose(folder, *OWN), "on_train_batch_start", 6)
+    saved = torch.load(folder / "died.ckpt")["attributes"]
+    assert saved.keys() == {"steps", "epochs", "steps_of_epoch", "mean", "center"}
+    assert (saved["steps"], saved["epochs"], saved["steps_of_epoch"]) == (6, 2, 2)
