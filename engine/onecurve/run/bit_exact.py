@@ -13,7 +13,8 @@ from onecurve.network.tensors import to_local
 from onecurve.parallel.gradients import clip_by_norm_over
 from onecurve.run.step import without_collectives
 
-_GIVEN_THREADS = os.environ.get("OMP_NUM_THREADS", "1")  # before a fit of this process, which may have set it
+_VARIABLE = "OMP_NUM_THREADS"
+_GIVEN_THREADS = os.environ.get(_VARIABLE, "1")  # before a fit of this process, which may have set it
 
 
 def numerics(module: L.LightningModule) -> dict[str, Any]:
@@ -32,22 +33,30 @@ def num_threads() -> int:
     return int(_GIVEN_THREADS)
 
 
-def set_num_threads() -> None:
-    """Set the number of threads, which changes the order of sums on a CPU, in this process and those that it starts.
-
-    Without the variable, Lightning's launchers would set both by the number of processes
-    (`_set_num_threads_if_needed` in lightning/fabric/utilities/distributed.py).
-    """
-    torch.set_num_threads(num_threads())
-    os.environ["OMP_NUM_THREADS"] = _GIVEN_THREADS
-
-
 class BitExactness(L.Callback):
-    """Evaluates virtual ranks one by one, and clips by a norm that any division of tensors has."""
+    """Evaluates virtual ranks one by one, clips by a norm that any division of tensors has, and sets the threads.
+
+    Make it before the module, whose initial weights may depend on the number of threads.
+    """
 
     _has_fast_path = True  # torch's default
+    _before: tuple[int, str | None] | None = None  # the threads of this process, and the variable
+
+    def __init__(self) -> None:
+        self._set_threads()
+
+    def _set_threads(self) -> None:
+        """Set the number of threads, which changes the order of sums on a CPU, here and in processes that this starts.
+
+        Without the variable, Lightning's launchers would set both by the number of processes
+        (`_set_num_threads_if_needed` in lightning/fabric/utilities/distributed.py).
+        """
+        self._before = self._before or (torch.get_num_threads(), os.environ.get(_VARIABLE))
+        torch.set_num_threads(num_threads())
+        os.environ[_VARIABLE] = _GIVEN_THREADS
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._set_threads()
         # Lightning's advice to set sync_dist=True; values are those of all virtual ranks already.
         warnings.filterwarnings("ignore", "It is recommended to use `self.log")
         for name in ("validation_step", "test_step"):
@@ -59,6 +68,11 @@ class BitExactness(L.Callback):
 
     def teardown(self, *_: Any, **__: Any) -> None:
         torch.backends.mha.set_fastpath_enabled(self._has_fast_path)
+        threads, variable = self._before or (num_threads(), _GIVEN_THREADS)
+        torch.set_num_threads(threads)  # for what this process does later
+        os.environ.pop(_VARIABLE, None)
+        os.environ |= {} if variable is None else {_VARIABLE: variable}
+        self._before = None
 
     on_exception = teardown
 

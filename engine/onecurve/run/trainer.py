@@ -36,7 +36,7 @@ from onecurve.random.dropout import use_sample_dropout
 from onecurve.random.random_functions import RandomNumbers
 from onecurve.records.events import recorded_fit
 from onecurve.run.arguments import as_list, check_arguments, check_callbacks_are_possible, has_kind, named
-from onecurve.run.bit_exact import BitExactness, set_num_threads
+from onecurve.run.bit_exact import BitExactness
 from onecurve.run.checkpoint import LastCheckpoint, check_overwrites_nothing, find_checkpoint, monitoring
 from onecurve.run.division import DivisionCheck
 from onecurve.run.metric_states import MetricStates, VirtualMetrics
@@ -124,8 +124,6 @@ class Trainer(L.Trainer):
         self._fitted: L.LightningDataModule | None = None  # the user's data of the last fit
         self._arguments = {"timeout": timeout, **kwargs}
         self._folder = folder = Path(default_root_dir or _FOLDER).expanduser()
-        if bit_exact:
-            set_num_threads()
         self._state_before_module = _seed_generators(self.seed)
         accelerator, devices = resolve_devices(accelerator, devices)
         needs_determinism = bit_exact and accelerator != "cpu"

@@ -99,11 +99,20 @@ def test_equal_bits_have_one_number_of_threads(left: str | None, folder: Path, m
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if left:
         monkeypatch.setenv("OMP_NUM_THREADS", left)
-    used = list[int]()
-    callback = L.pytorch.callbacks.LambdaCallback(on_train_batch_end=lambda *_: used.append(torch.get_num_threads()))
-    trainer(folder, strategy="ddp", bit_exact=True, callbacks=callback).fit(Boring(), loader())
+    used = list[str]()
+
+    def note(*_: Any) -> None:
+        used.extend([str(torch.get_num_threads()), os.environ["OMP_NUM_THREADS"]])
+
+    torch.set_num_threads(3)
+    callback = L.pytorch.callbacks.LambdaCallback(on_train_batch_end=note, on_test_batch_end=note)
+    one = trainer(folder, strategy="ddp", bit_exact=True, callbacks=callback)
+    module = Boring()
+    one.fit(module, loader())
+    assert (torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")) == (3, left), "as before"
+    one.test(module, loader())
     torch.set_num_threads(before)
-    assert {*map(str, used), os.environ["OMP_NUM_THREADS"]} == {given}
+    assert set(used) == {given}
 
 
 def test_a_script_needs_no_hydra() -> None:
