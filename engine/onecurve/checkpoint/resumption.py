@@ -29,8 +29,9 @@ class ExactResumption(L.Callback):
     - Optimizers of any module restore their state by the names of the parameters, also in groups that were added.
     - Weights that were frozen or unfrozen while the run trained are so again. Lightning's callbacks repeat it only when
       they come to the same epoch.
-    - Numbers and tensors in attributes of modules that change in training, such as a count of the steps, go on from
-      rank zero's. What a module sets before the first epoch is its own: its rank, or an option.
+    - Numbers and tensors in attributes that change in training, such as a count of the steps, go on from rank zero's:
+      those of modules, and of callbacks without a `state_dict`. What is set before the first epoch is not restored, as
+      a rank or an option.
     - Checkpoint callbacks keep their scores, also in a folder that was moved. Lightning's ModelCheckpoint discards them
       if its absolute path has changed, and then replaces the best checkpoint by a worse one; it saves `current_score`
       but does not restore it. (`ModelCheckpoint.load_state_dict`,
@@ -68,17 +69,17 @@ class ExactResumption(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Restore attributes before the module's own hook, if the uninterrupted run came to this epoch with them."""
         if not self._has_begun_epoch:
-            self._restore_attributes(pl_module)
+            self._restore_attributes(trainer, pl_module)
         if self._untrained is None:
-            found = attributes(pl_module)
+            found = _attributes(trainer, pl_module)
             self._untrained = {key: one.clone() if isinstance(one, Tensor) else one for key, one in found.items()}
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         set_steps_of_loggers(trainer, self._steps)  # -1 after Lightning's LearningRateFinder
-        self._restore_attributes(pl_module)
+        self._restore_attributes(trainer, pl_module)
 
-    def _restore_attributes(self, module: L.LightningModule) -> None:
-        parts = dict(module.named_modules()) if self._attributes else {}
+    def _restore_attributes(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        parts = {**dict(module.named_modules()), **_callbacks(trainer)} if self._attributes else {}
         for name, value in self._attributes.items():
             path, _, key = name.rpartition(".")
             if path in parts:  # edited code may have another
@@ -102,12 +103,12 @@ class ExactResumption(L.Callback):
         # A continued run with other frozen weights in its configuration keeps those.
         changed = {name: flag for name, flag in _requires_grad(pl_module).items() if before.get(name, flag) != flag}
         checkpoint["requires_grad"] = changed
-        checkpoint["attributes"] = self._trained_attributes(pl_module) | self._attributes
+        checkpoint["attributes"] = self._trained_attributes(trainer, pl_module) | self._attributes
 
-    def _trained_attributes(self, module: L.LightningModule) -> dict[str, Any]:
+    def _trained_attributes(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
         """Return the attributes that training has changed; one with a gradient belongs to a step."""
         before = self._untrained or {}
-        found = {} if self._untrained is None else attributes(module)
+        found = {} if self._untrained is None else _attributes(trainer, module)
         return {
             name: value
             for name, value in found.items()
@@ -175,6 +176,25 @@ def _skip_epoch_start(callback: Any) -> None:
 
 def _requires_grad(module: L.LightningModule) -> dict[str, bool]:
     return {name: weight.requires_grad for name, weight in module.named_parameters()}
+
+
+def _attributes(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
+    """Return the numbers and tensors that are attributes of modules and callbacks, by name."""
+    of_callbacks = {
+        f"{name}.{key}": value for name, one in _callbacks(trainer).items() for key, value in vars(one).items()
+    }
+    return attributes(module) | {
+        name: value for name, value in of_callbacks.items() if isinstance(value, int | float | Tensor)
+    }
+
+
+def _callbacks(trainer: L.Trainer) -> dict[str, L.Callback]:
+    """Return the user's callbacks that have no state of their own; of a class with several, none."""
+    callbacks: list[L.Callback] = cast(Any, trainer).callbacks
+    plain = [one for one in callbacks if type(one).state_dict is L.Callback.state_dict]
+    own = [one for one in plain if not type(one).__module__.startswith(("lightning.", "onecurve."))]
+    classes = [type(one) for one in own]
+    return {f"callback {one.state_key}": one for one in own if classes.count(type(one)) == 1}
 
 
 def _is_same(value: Any, before: Any) -> bool:

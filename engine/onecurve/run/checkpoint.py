@@ -26,7 +26,8 @@ class LastCheckpoint(Checkpoint):
     Lightning's ModelCheckpoint does not fit. Its saves at a step or a time replace the save at the end of the epoch, a
     time interval costs a broadcast at every step, and `save_last` skips epochs in which the monitored metric did not
     improve. The checkpoint of a step is written when the next step begins, because before that the step's metrics and
-    an epoch's validation are not yet logged.
+    an epoch's validation are not yet logged. `PreemptionHandler` calls `save_if_due` then, before other callbacks begin
+    the step; Lightning calls the hooks of checkpoint callbacks last.
 
     Args:
         dirpath: folder of the checkpoint.
@@ -56,7 +57,8 @@ class LastCheckpoint(Checkpoint):
         self._saved_at, self._consensus = time.monotonic(), RankConsensus()
         self._saved_step = trained_steps(trainer)  # a resumed run begins with a state that is saved already
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, _: Any, batch_idx: int) -> None:
+    def save_if_due(self, trainer: L.Trainer) -> None:
+        """Save before a step, if the number of steps or the time says so. Every rank must call it before each step."""
         should_save = self._step_interval is not None and trained_steps(trainer) % self._step_interval == 0
         if self._time_interval is not None:
             # Every rank must poll at every step, also when the step alone decides.

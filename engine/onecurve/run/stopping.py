@@ -16,6 +16,7 @@ from onecurve.observe.steps import RankConsensus, trained_steps
 from onecurve.process import signals
 from onecurve.process.rank import log_file, report_error, set_timeouts_after
 from onecurve.records.events import append_event
+from onecurve.run.checkpoint import LastCheckpoint
 
 _log = logging.getLogger(__name__)
 _MAX_HANDLING = 20.0  # seconds for what callbacks do after an error
@@ -23,7 +24,9 @@ _INTERVAL = 1.0  # seconds between two starts of the watchdog's timer, each of w
 
 
 class PreemptionHandler(L.Callback):
-    """Ends the run between two steps after any rank, or the launcher, has received SIGINT, SIGTERM or SIGUSR1.
+    """Saves between two steps, and ends the run there after any rank, or the launcher, has received a signal.
+
+    The signals are SIGINT, SIGTERM and SIGUSR1.
 
     Lightning's own handlers are not installed, because they run collectives wherever the signal interrupts the process.
     A signal during the validation of a fit takes effect after it.
@@ -46,7 +49,10 @@ class PreemptionHandler(L.Callback):
     on_exception = teardown
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, _: Any, batch_idx: int) -> None:
-        """Stop before a step, because the previous step and its validation are then logged and saved."""
+        """Save and stop before a step, because the previous step and its validation are then logged."""
+        for one in trainer.checkpoint_callbacks:
+            if isinstance(one, LastCheckpoint):
+                one.save_if_due(trainer)
         self._stop_if_requested(trainer, should_save=True)
 
     def on_test_batch_start(

@@ -17,6 +17,7 @@ from tests.support.runs import compose, fit
 OWN = ["~data", "~module", "~model", "~optimizer", "~scheduler", "callbacks=none", "test=false"]
 OWN += ["trainer.log_every_n_steps=1", "trainer.max_epochs=3", "+data._target_=tests.support.habits.VectorData"]
 OWN += [f"+module._target_={__name__}.Anneals", "trainer.precision=64-true"]
+OWN += [f"+callbacks.beta._target_={__name__}.Beta"]
 HARDWARE = {"one": [], "ddp": ["strategy=ddp"], "fsdp": ["strategy=fsdp", "strategy.sharded_checkpoints=true"]}
 PLACES = {  # in three epochs of four steps
     "middle of an epoch": ("on_train_batch_start", 6),
@@ -33,7 +34,7 @@ class Anneals(L.LightningModule):
         super().__init__()
         self.net = nn.Linear(16, 3)
         self.steps = self.epochs = self.steps_of_epoch = 0
-        self.mean, self.scale, self.rank = 0.0, scale, 0
+        self.mean, self.scale, self.rank, self.beta = 0.0, scale, 0, 0.0
 
     def on_fit_start(self) -> None:
         self.rank = self.global_rank
@@ -48,7 +49,7 @@ class Anneals(L.LightningModule):
             self.center = torch.zeros(3, dtype=torch.float64)
         weight = self.scale / (1 + self.steps + self.epochs + self.steps_of_epoch + self.mean)
         self.log("train_loss", F.cross_entropy(self.outputs, batch[1]), sync_dist=True)
-        return weight * F.cross_entropy(self.outputs + self.center, batch[1])
+        return weight * F.cross_entropy(self.outputs + self.center, batch[1]) + self.beta * self.outputs.square().mean()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.steps, self.steps_of_epoch = self.steps + 1, self.steps_of_epoch + 1
@@ -57,6 +58,16 @@ class Anneals(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.5)
+
+
+class Beta(L.Callback):
+    """A factor of the loss by a count that the callback keeps."""
+
+    count = 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        self.count += 1
+        pl_module.beta = self.count / 10
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -71,8 +82,16 @@ def test_resumed_and_undisturbed_runs_agree(hardware: str, place: str, pool: Poo
         assert all(relative(record.final[name], value) < TOLERANCE for name, value in whole.final.items())
 
 
+def test_last_checkpoint_is_saved_before_callbacks_begin_the_next_step(folder: Path) -> None:
+    whole = fit(compose(folder / "whole", *OWN))
+    last = f"{{_target_: onecurve.run.checkpoint.LastCheckpoint, dirpath: {folder}/saved, every_n_train_steps: 6}}"
+    die(compose(folder / "run", *OWN, f"+callbacks.last={last}"), "on_train_batch_start", 7)
+    resumed = fit(compose(folder / "run", *OWN, f"ckpt_path={folder}/saved/last.ckpt"))
+    assert all(relative(resumed.final[name], value) < TOLERANCE for name, value in whole.final.items())
+
+
 def test_a_checkpoint_has_what_training_changes(folder: Path) -> None:
     die(compose(folder, *OWN), "on_train_batch_start", 6)
     saved = torch.load(folder / "died.ckpt")["attributes"]
-    assert saved.keys() == {"steps", "epochs", "steps_of_epoch", "mean", "center"}
+    assert saved.keys() == {"steps", "epochs", "steps_of_epoch", "mean", "center", "beta", "callback Beta.count"}
     assert (saved["steps"], saved["epochs"], saved["steps_of_epoch"]) == (6, 2, 2)
