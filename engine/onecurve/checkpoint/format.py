@@ -9,7 +9,7 @@ except PackageNotFoundError:  # a copy of the source that is not installed
 
 VERSION_KEY = "onecurve"  # the key of the version in checkpoints, config.yaml, job.json and the starts in events.jsonl
 
-# The keys of a checkpoint, by the file whose `on_save_checkpoint` adds them. If each rank has a part of a value,
+# The keys of a checkpoint, by the file that adds them. If each rank has a part of a value,
 # `_merge_ranks` of parallel/sharded_state.py merges them; tensors by the name of a weight need `WEIGHTS` of sharded.py.
 CHECKPOINT_KEYS: dict[str, dict[str, str]] = {
     "Lightning": {

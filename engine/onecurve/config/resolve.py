@@ -39,7 +39,7 @@ _NOT_INHERITED = ["ckpt_path", "resume", "fit", "predict", "run_dir"]
 
 
 def resolve_config(cfg: DictConfig, plan_strategy: Callable[[DictConfig], None] | None = None) -> DictConfig:
-    """Set what each start decides (checkpoint, devices, run folder, run id), and resolve all interpolations.
+    """Set what each start decides (checkpoint, devices, run id), and resolve all interpolations.
 
     Args:
         cfg: the composed configuration.

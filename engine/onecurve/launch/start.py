@@ -1,8 +1,8 @@
 """Decide where the ranks run: in this process, in new ones (`workers.py`), or in those of torchrun or SLURM.
 
-The configuration is composed once, in the process that the user started. Every rank gets that very object. With several
-ranks, this process only launches them, and never touches a device. No command line is rebuilt, and a job of a sweep
-leaves nothing behind for the next one.
+The configuration is composed in the process that the user started, and each rank that it starts gets that very object;
+ranks that torchrun or SLURM started take rank zero's. A process that starts ranks never touches a device. No command
+line is rebuilt, and a job of a sweep leaves nothing behind for the next one.
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ def prepare_to_shard(part: nn.Module) -> None:
 class ShardedStateStrategy(ModelParallelStrategy):
     """A strategy that writes and reads the checkpoint of a single process, although each rank holds a part.
 
-    It restores the weights before the network is sharded or split, and the optimizer state, by parameter name,
-    afterwards. Any strategy can therefore read a checkpoint of any other. `on_save_checkpoint` sees the rank's
-    own part; `save_checkpoint` merges the parts.
+    It restores the weights before the network is sharded or split; afterwards `ExactResumption` restores the optimizer
+    state, by parameter name. Any strategy can therefore read a checkpoint of any other. `on_save_checkpoint` sees the
+    rank's own part; `save_checkpoint` merges the parts.
 
     Args:
         sharded_checkpoints: each rank writes its part into a folder beside the checkpoint file

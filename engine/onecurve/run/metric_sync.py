@@ -1,4 +1,4 @@
-"""The ranks over which metrics synchronize: those that share the samples, and not all ranks of a pipeline."""
+"""The ranks over which metrics synchronize: torchmetrics takes all ranks, also of a pipeline, which share samples."""
 
 from collections.abc import Callable
 from typing import Any

@@ -29,8 +29,8 @@ _BATCH_HOOKS += ["on_validation_batch_start", "on_validation_batch_end"]
 def patch_trainer(trainer: L.Trainer, virtual: VirtualMetrics | None) -> None:
     """Give a trainer this library's step, logged values, log points and loading of checkpoints.
 
-    Step and logging are in `onecurve/run/step.py` and `onecurve/run/logged_values.py`, the loading is
-    `_PreparingConnector` below; `virtual` is that of a run with `bit_exact`.
+    Step and logging are in `onecurve/run/step.py` and `onecurve/run/logged_values.py`. Before Lightning loads a
+    checkpoint, `_PreparingConnector` prepares the module. `virtual` is that of a run with `bit_exact`.
     """
     leave_signals_alone(trainer)
     dtype = torch.float64 if trainer.precision == "64-true" else torch.float32
