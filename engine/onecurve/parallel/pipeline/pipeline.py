@@ -26,6 +26,7 @@ from onecurve.data.batch import Batch
 from onecurve.errors import UserError, check_choice
 from onecurve.network.module_state import without_log
 from onecurve.observe.recording import communication, computation
+from onecurve.observe.steps import is_compared_step
 from onecurve.parallel.gradients import average_over, clip_by_norm_over
 from onecurve.parallel.pipeline.blocks import Block, constants, ordered_blocks
 from onecurve.parallel.pipeline.rehearsal import check_module, check_stages, input_of_network
@@ -248,10 +249,10 @@ class Pipeline(ShardedStateStrategy):
         return result
 
     def compare_loss(self, loss: Tensor) -> None:
-        """Check the first loss that `training_step` returns: it is the trained one, and the same on every rank."""
-        if self._has_compared:
+        """Check that `training_step` returns the trained loss on every rank; later steps may add terms to the first."""
+        is_first, self._has_compared = not self._has_compared, True
+        if not (is_first or is_compared_step(cast(Any, self.lightning_module).trainer)):
             return
-        self._has_compared = True
         losses = self._losses or [loss]  # the last stage's rank has those of the schedule
         returned, sums, tolerance = _gather_losses(loss, losses, self._group)
         trained = sums[self._stage_to_rank[-1]]
