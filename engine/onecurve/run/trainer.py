@@ -38,11 +38,12 @@ from onecurve.run.arguments import (
     as_list,
     check_arguments,
     check_callbacks_are_possible,
+    check_search,
     has_kind,
     named,
 )
 from onecurve.run.bit_exact import BitExactness, set_num_threads
-from onecurve.run.checkpoint import LastCheckpoint, check_overwrites_nothing, find_checkpoint, monitoring
+from onecurve.run.checkpoint import LastCheckpoint, LateSaves, check_overwrites_nothing, find_checkpoint, monitoring
 from onecurve.run.division import DivisionCheck
 from onecurve.run.metric_groups import MetricGroups
 from onecurve.run.metric_states import MetricStates, VirtualMetrics
@@ -204,6 +205,7 @@ class Trainer(L.Trainer):
             PredictedSamples(),
             MonitorCheck(own),
             FiniteCheck(),
+            LateSaves(),
             *own.values(),
             *normalize,  # last: `throughput` counts the FLOPs of a few samples, without groups
         ]
@@ -229,6 +231,8 @@ class Trainer(L.Trainer):
         if path:  # which has the learning rate; the search would train a continued run from its first step
             callbacks = cast(Any, self).callbacks
             self.callbacks = [one for one in callbacks if type(one) is not LearningRateFinder]
+        else:
+            check_search(self)
         if self._is_script and ckpt_path not in ("last", "best"):
             check_overwrites_nothing(self, path)
         self._recorder.begin()
