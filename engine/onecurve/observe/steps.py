@@ -33,6 +33,12 @@ def is_checked_step(step: int) -> bool:
     return step <= _LAST_CHECKED and step & (step - 1) == 0
 
 
+def is_compared_step(trainer: L.Trainer) -> bool:
+    """Return whether the current step is compared with another computation of it: a checked one, or a log point."""
+    step = trained_steps(trainer) + 1
+    return is_checked_step(step) or is_log_point(trainer, step)
+
+
 class RankConsensus:
     """Polls all ranks about once a second, because a collective at every step would slow training down.
 

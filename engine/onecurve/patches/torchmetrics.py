@@ -4,21 +4,36 @@ A `_ResultMetric` of Lightning is such a metric. (https://github.com/Lightning-A
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 COUNT = "_update_count"  # the name of the number of updates among the states
+# Also of those since the last reset, by which `Running` finds the place in its window.
+COUNTS = (COUNT, "_num_vals_seen")
 
 
 def states(metric: Any) -> dict[str, Any]:
-    """Return the states of a metric by name, tensors and lists of them, and its number of updates."""
-    return {COUNT: metric.update_count, **metric.metric_state}
+    """Return the states of a metric by name, tensors and lists of them, and its numbers of updates."""
+    return counts(metric) | metric.metric_state
+
+
+def counts(metric: Any) -> dict[str, int]:
+    """Return the numbers of updates of a metric."""
+    return {name: vars(metric)[name] for name in COUNTS if name in vars(metric)}
 
 
 def set_states(metric: Any, states: Mapping[str, Any]) -> None:
-    """Set states, or the number of updates, without the hooks of `nn.Module`."""
+    """Set states, or numbers of updates, without the hooks of `nn.Module`."""
     vars(metric).update(states)
+
+
+def replace_sync(metric: Any, function: Callable[..., None] | None) -> None:
+    """Let a function of the metric set the state of all ranks, or None torchmetrics, which does so in `_sync_dist`."""
+    vars(metric).pop("_sync_dist", None)
+    if function is not None:
+        vars(metric)["_sync_dist"] = partial(function, metric)
 
 
 def default_states(metric: Any) -> dict[str, Any]:

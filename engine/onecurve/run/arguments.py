@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     EarlyStopping,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     ModelCheckpoint,
 )
 
@@ -23,6 +24,7 @@ REFUSED = {
     "enable_autolog_hparams": True,
     "overfit_batches": 0.0,
     "fast_dev_run": False,
+    "barebones": False,
 }
 
 
@@ -68,6 +70,19 @@ def check_callbacks_are_possible(callbacks: dict[str, L.Callback]) -> None:
         raise UserError(
             "BatchSizeFinder would choose the experiment by the memory of a device: leave it out, set data.batch_size, "
             "and trainer.accumulate_grad_batches if it does not fit"
+        )
+
+
+def check_search(trainer: Any) -> None:
+    """Raise a UserError for a search for the learning rate that each number of processes would end otherwise.
+
+    Lightning calls the hook that searches before the hooks of this library, which divide and add the steps of a run.
+    """
+    is_divided = trainer.num_devices * trainer.num_nodes > 1 or trainer.bit_exact
+    if is_divided and any(isinstance(one, LearningRateFinder) for one in trainer.callbacks):
+        raise UserError(
+            "LearningRateFinder follows the loss of rank zero's samples, so each number of processes would train at "
+            "another rate: search in a run of one process without bit_exact, and give the module the rate that it finds"
         )
 
 

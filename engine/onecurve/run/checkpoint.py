@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from onecurve.checkpoint.io import read_checkpoint
 from onecurve.checkpoint.run_files import CHECKPOINTS, LAST, checkpoint_file
@@ -85,6 +86,36 @@ class LastCheckpoint(Checkpoint):
 
     def _is_time_over(self) -> bool:
         return time.monotonic() - self._saved_at >= (self._time_interval or 0.0)
+
+
+class LateSaves(L.Callback):
+    """Lets each ModelCheckpoint save a step after the module's `on_train_batch_end`, as one that moves a teacher.
+
+    Lightning calls that hook of callbacks first (loops/training_epoch_loop.py, `advance`). A run that goes on begins
+    with the next step, and would lack what the module's hook has changed.
+    """
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+        if not (savers and is_overridden("on_train_batch_end", pl_module)):
+            return
+        hook, saves = pl_module.on_train_batch_end, [one.on_train_batch_end for one in savers]
+
+        def hook_then_saves(outputs: Any, batch: Any, batch_idx: int) -> None:
+            hook(outputs, batch, batch_idx)
+            for save in saves:
+                save(trainer, pl_module, outputs, batch, batch_idx)
+
+        self._changed = [vars(one) for one in (pl_module, *savers)]
+        for attributes in self._changed:  # Lightning calls no hook that is not callable
+            attributes["on_train_batch_end"] = None
+        vars(pl_module)["on_train_batch_end"] = hook_then_saves
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        for attributes in vars(self).pop("_changed", []):
+            attributes.pop("on_train_batch_end", None)
+
+    on_train_end = on_exception = teardown
 
 
 def monitoring(trainer: L.Trainer) -> list[Any]:

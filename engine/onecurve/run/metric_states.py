@@ -19,7 +19,9 @@ from onecurve.patches.lightning_loops import LoggedMean, results_of
 from onecurve.patches.torch import tree_map_only
 from onecurve.patches.torchmetrics import (
     COUNT,
+    COUNTS,
     add_states,
+    counts,
     default_states,
     forget_value,
     has_value,
@@ -210,6 +212,9 @@ class MetricStates(L.Callback):
         self._restore(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._restore_means(trainer)
+
+    def _restore_means(self, trainer: L.Trainer) -> None:
         """Restore a value that Lightning accumulates after its first `self.log`, which begins it."""
         results = results_of(trainer.fit_loop.epoch_loop)
         for name in self._saved.keys() & results.keys():
@@ -222,6 +227,7 @@ class MetricStates(L.Callback):
             forget_value(result)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._restore_means(trainer)  # what the module's hook has logged after the last step, the first of this run
         if self._saved:
             _log.warning("metrics of the checkpoint that this run does not have begin anew: %s", ", ".join(self._saved))
         self._saved = {}
@@ -289,7 +295,7 @@ def _initial_state(metric: Any) -> _State:
         name: default.to(_device(metric), copy=True) if isinstance(default, Tensor) else []
         for name, default in default_states(metric).items()
     }
-    return {COUNT: 0} | defaults
+    return dict.fromkeys(counts(metric), 0) | defaults
 
 
 def _device(metric: Any) -> torch.device:
@@ -317,13 +323,21 @@ def _reduce(metric: Any, states: list[_State]) -> _State:
     return _combine(metric, states) if is_synchronized and has_sum else states[0]
 
 
+def synchronize(metric: Any, group: Any) -> None:
+    """Give a metric the state of all ranks of a group, which must all call it."""
+    ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, _on_cpu(states_of(metric)), group)
+    set_states(metric, _combine(metric, ranks) | counts(metric))
+
+
 def _combine(metric: Any, states: list[_State]) -> _State:
     """Return the state of several ranks as torchmetrics synchronizes it: a state without a sum is that of each rank."""
-    combined = {COUNT: max(state[COUNT] for state in states)}
+    combined = {name: max(state[name] for state in states) for name in COUNTS if name in states[0]}
     for name, reduction in reductions(metric).items():
         values = [state[name] for state in states]
         if isinstance(values[0], list):
-            combined[name] = [item.to(_device(metric)) for part in values for item in part]
+            items = [item for part in values for item in part]  # also strings, or tuples of tensors
+            combined[name] = tree_map_only(Tensor, lambda item: item.to(_device(metric)), items)
         else:
             stacked = torch.stack(values).to(_device(metric))
             combined[name] = reduction(stacked) if reduction else stacked

@@ -35,9 +35,16 @@ from onecurve.process.rank import log_script, shorten_user_errors, tune_malloc
 from onecurve.random.dropout import use_sample_dropout
 from onecurve.random.random_functions import RandomNumbers
 from onecurve.records.events import recorded_fit
-from onecurve.run.arguments import as_list, check_arguments, check_callbacks_are_possible, has_kind, named
+from onecurve.run.arguments import (
+    as_list,
+    check_arguments,
+    check_callbacks_are_possible,
+    check_search,
+    has_kind,
+    named,
+)
 from onecurve.run.bit_exact import BitExactness
-from onecurve.run.checkpoint import LastCheckpoint, check_overwrites_nothing, find_checkpoint, monitoring
+from onecurve.run.checkpoint import LastCheckpoint, LateSaves, check_overwrites_nothing, find_checkpoint, monitoring
 from onecurve.run.division import DivisionCheck
 from onecurve.run.metric_states import MetricStates, VirtualMetrics
 from onecurve.run.metric_sync import MetricSync
@@ -192,6 +199,7 @@ class Trainer(L.Trainer):
             PredictedSamples(),
             MonitorCheck(own),
             FiniteCheck(),
+            LateSaves(),
             *own.values(),
             *normalize,  # last: `throughput` counts the FLOPs of a few samples, without groups
         ]
@@ -217,6 +225,8 @@ class Trainer(L.Trainer):
         if path:  # which has the learning rate; the search would train a continued run from its first step
             callbacks = cast(Any, self).callbacks
             self.callbacks = [one for one in callbacks if type(one) is not LearningRateFinder]
+        else:
+            check_search(self)
         if self._is_script and ckpt_path not in ("last", "best"):
             check_overwrites_nothing(self, path)
         self._recorder.begin()

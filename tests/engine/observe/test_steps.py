@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onecurve.observe import steps
-from onecurve.observe.steps import RankConsensus, is_log_point, trained_steps
+from onecurve.observe.steps import RankConsensus, is_compared_step, is_log_point, trained_steps
 
 
 def rank(*others: list[int]) -> Any:
@@ -125,3 +125,11 @@ def test_trained_steps_are_batches() -> None:
     progress = SimpleNamespace(total=SimpleNamespace(processed=3))
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
     assert trained_steps(SimpleNamespace(fit_loop=loop, global_step=6)) == 3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("done", "expected"), [(0, True), (1, True), (2, False), (3, True), (9, True), (10, False)])
+def test_steps_that_are_compared(done: int, expected: bool) -> None:
+    progress = SimpleNamespace(total=SimpleNamespace(processed=done))
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
+    trainer: Any = SimpleNamespace(log_every_n_steps=10, fit_loop=loop)
+    assert is_compared_step(trainer) is expected

@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from onecurve.parallel.pipeline.blocks import Block, ordered_blocks
 from onecurve.parallel.pipeline.pipeline import Pipeline
 from onecurve.parallel.pipeline.schedules import SCHEDULES
 from onecurve.parallel.pipeline.split import cut
+from onecurve.parallel.pipeline.stage import micro_batch
 from onecurve.run.experiment import assemble
 from tests.support.experiments import SHORT_RUN
 from tests.support.pool import Pool
@@ -149,3 +151,21 @@ def test_the_returned_loss_is_the_trained_one(dtype: torch.dtype, factor: float,
     stand_in.lightning_module = None
     with pytest.raises(UserError, match="trains the mean of") if is_refused else nullcontext():
         Pipeline.compare_loss(stand_in, torch.tensor(1.25 * factor, dtype=dtype))
+
+
+@dataclass
+class _Pair:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"nodes": torch.ones(7, 1)}, r"has tensors of the shapes \[\[7, 1\]\]"),
+        ((torch.ones(4), torch.ones(())), r"has tensors of the shapes \[\[4\], \[\]\]"),
+        (_Pair(torch.ones(4)), "is a dataclass"),
+    ],
+)
+def test_a_batch_that_has_no_row_per_sample_is_refused(batch: Any, message: str) -> None:
+    with pytest.raises(UserError, match=f"divides a batch into 4 micro-batches .* of this loader {message}"):
+        micro_batch(batch, 0, 4)

@@ -577,6 +577,7 @@ def test_a_best_checkpoint_that_no_run_has_kept(folder: Path) -> None:
         ({"bit_exact": "yes"}, "bit_exact=yes: give true or false"),
         ({"strategy": "ddpp"}, "strategy=ddpp: did you mean ddp"),
         ({"fast_dev_run": True}, r"Trainer\(fast_dev_run=True\) has no meaning here"),
+        ({"barebones": True}, r"Trainer\(barebones=True\) has no meaning here"),
         ({"callbacks": BatchSizeFinder()}, "BatchSizeFinder would choose the experiment"),
         ({"accumulate_grad_batches": 0}, "accumulate_grad_batches=0: give a number of micro-batches"),
     ],

@@ -26,6 +26,7 @@ from onecurve.data.batch import Batch
 from onecurve.errors import UserError, check_choice
 from onecurve.network.module_state import without_log
 from onecurve.observe.recording import timed_communication, timed_computation
+from onecurve.observe.steps import is_compared_step
 from onecurve.parallel.gradients import average_over, clip_by_norm_over
 from onecurve.parallel.pipeline.blocks import Block, constants, ordered_blocks
 from onecurve.parallel.pipeline.rehearsal import check_module, check_stages, input_of_network
@@ -94,7 +95,6 @@ class Pipeline(ShardedStateStrategy):
         # Those of the network in the pass of a virtual rank, until it is called.
         self.outputs: list[Tensor] | None = None
         self._losses: list[Tensor] | None = None  # of the micro-batches, on the last stage's rank; None before they run
-        self._has_compared = False  # the sum of these losses with that of `training_step`
         self._random_calls = 0  # calls of random functions in a forward pass of the network in training
         self._draws = False  # whether it has such calls, or dropout layers
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []  # the schedule's gradients, until `backward`
@@ -249,10 +249,9 @@ class Pipeline(ShardedStateStrategy):
         return result
 
     def compare_loss(self, loss: Tensor) -> None:
-        """Check the first loss that `training_step` returns: it is the trained one, and the same on every rank."""
-        if self._has_compared:
+        """Check that `training_step` returns the trained loss on every rank; later steps may add terms to the first."""
+        if not is_compared_step(cast(Any, self.lightning_module).trainer):
             return
-        self._has_compared = True
         losses = self._losses or [loss]  # the last stage's rank has those of the schedule
         returned, sums, tolerance = _gather_losses(loss, losses, self._group)
         trained = sums[self._stage_to_rank[-1]]

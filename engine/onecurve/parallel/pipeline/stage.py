@@ -4,6 +4,7 @@ Sample i of a batch belongs to micro-batch i % microbatches (`onecurve/data/layo
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
+from onecurve.errors import UserError
 from onecurve.network.tensors import memory_format_of
 from onecurve.observe.recording import pipeline_pass
 from onecurve.parallel.pipeline.blocks import Block
 from onecurve.parallel.sharded_state import prepare_to_shard
 from onecurve.parallel.virtual_ranks import PassSums
-from onecurve.patches.torch import tree_map_only
+from onecurve.patches.torch import tree_leaves, tree_map_only
 from onecurve.random.dropout import dropouts, set_keys
 from onecurve.random.random_functions import sample_random
 
@@ -34,7 +36,17 @@ def join_samples(values: Tensor, microbatches: int) -> Tensor:
 
 
 def micro_batch(batch: Any, number: int, microbatches: int) -> Any:
-    """Return one micro-batch of a batch."""
+    """Return one micro-batch of a batch, which is divided by the rows of its tensors."""
+    leaves = tree_leaves(batch)
+    shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+    is_whole = any(map(is_dataclass, leaves)) and microbatches > 1  # its tensors would be those of the batch
+    if is_whole or any(not shape or shape[0] % microbatches for shape in shapes):
+        found = "is a dataclass" if is_whole else f"has tensors of the shapes {shapes[:4]}"
+        raise UserError(
+            f"strategy=pipeline divides a batch into {microbatches} micro-batches by the rows of its tensors, and a "
+            f"batch of this loader {found}: let collate_fn return tuples or dictionaries of tensors that have a row "
+            "per sample, or use strategy=ddp or fsdp"
+        )
     return tree_map_only(Tensor, lambda values: split_samples(values, microbatches)[number], batch)
 
 

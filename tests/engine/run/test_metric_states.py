@@ -1,0 +1,91 @@
+"""Metrics with states of an unusual kind are the same on any number of ranks, and in a run that goes on elsewhere."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchmetrics import Metric, SumMetric
+from torchmetrics.wrappers import Running
+
+import onecurve
+from tests.support.comparison import check_same_rows
+from tests.support.pool import Pool
+
+
+class Listed(Metric):
+    """Keeps each sample in a list that nothing reduces, as `MeanAveragePrecision` keeps images."""
+
+    rows: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("rows", default=[], dist_reduce_fx=None)
+
+    def update(self, rows: Tensor) -> None:
+        self.rows.extend(rows.double())
+
+    def compute(self) -> Tensor:
+        return torch.stack(self.rows).sum(0)[0]
+
+
+class Measured(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.val_listed, self.listed, self.window = Listed(), Listed(), Running(SumMetric(), window=4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(self(batch))
+        self.listed.update(batch)
+        self.window.update(batch[:, 0].double().sum())
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("mean_step", float(self.trainer.global_step), on_step=False, on_epoch=True, sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict({"listed": self.listed.compute(), "window": self.window.compute()}, sync_dist=True)
+        self.listed.reset()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.val_listed.update(batch)
+        self.log("val_listed", self.val_listed)
+
+
+class Interrupted(L.Callback):
+    """Saves before the last step of the first epoch, and ends the run."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 5 and trainer.ckpt_path is None:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt")
+            raise KeyboardInterrupt
+
+
+def fit(folder: Path, devices: int, bit_exact: bool, *callbacks: L.Callback) -> None:
+    samples = torch.randn(71, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    options: dict[str, Any] = {"accelerator": "cpu", "strategy": "ddp", "devices": devices, "precision": "64-true"}
+    options |= {"max_epochs": 2, "seed": 0, "bit_exact": bit_exact, "log_every_n_steps": 1, "num_sanity_val_steps": 0}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False, "callbacks": [*callbacks]}
+    trainer = onecurve.Trainer(default_root_dir=folder, **options)
+    train, val = (DataLoader[Any](part, batch_size=8, shuffle=len(part) == 50) for part in samples.split(50))
+    trainer.fit(Measured(), train, val, ckpt_path="last")
+
+
+def interrupt(folder: Path, devices: int, bit_exact: bool) -> None:
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit(folder, devices, bit_exact, Interrupted())
+
+
+@pytest.mark.parametrize("bit_exact", [False, True])
+def test_a_metric_has_all_samples(bit_exact: bool, pool: Pool, folder: Path) -> None:
+    """Two ranks evaluate 11 and 10 samples; a run that goes on has the past on its first rank only."""
+    fit(folder / "one", 1, bit_exact)
+    pool.run(2, fit, folder / "two", 2, bit_exact)
+    check_same_rows(folder / "one", folder / "two")
+    interrupt(folder / "continued", 1, bit_exact)
+    pool.run(2, fit, folder / "continued", 2, bit_exact)
+    check_same_rows(folder / "one", folder / "continued")
