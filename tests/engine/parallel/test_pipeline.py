@@ -147,8 +147,10 @@ def test_the_returned_loss_is_the_trained_one(dtype: torch.dtype, factor: float,
     """Up to rounding in its type: with a factor, another curve would have the same fingerprint."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     losses = [torch.tensor(0.5, dtype=dtype), torch.tensor(0.75, dtype=dtype)]
-    stand_in: Any = SimpleNamespace(_has_compared=False, _losses=losses, _group=None, _stage_to_rank=[0])
-    stand_in.lightning_module = None
+    progress = SimpleNamespace(total=SimpleNamespace(processed=0))
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
+    module = SimpleNamespace(trainer=SimpleNamespace(fit_loop=loop))
+    stand_in: Any = SimpleNamespace(lightning_module=module, _losses=losses, _group=None, _stage_to_rank=[0])
     with pytest.raises(UserError, match="trains the mean of") if is_refused else nullcontext():
         Pipeline.compare_loss(stand_in, torch.tensor(1.25 * factor, dtype=dtype))
 
