@@ -1,0 +1,40 @@
+"""A student that learns from its own moving average learns the same on ranks, with the habits of published code."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.comparison import TOLERANCE, distances
+from tests.support.habits import Vectors
+from tests.support.pool import Pool
+from tests.support.runs import compose, fit, fit_ranks
+
+OWN = ["~data", "~module", "~model", "~optimizer", "~scheduler", "callbacks=none", "test=false"]
+OWN += ["trainer.log_every_n_steps=1", "trainer.max_epochs=2", "+data._target_=tests.support.habits.VectorData"]
+OWN += [f"+module._target_={__name__}.SelfDistilling", "trainer.precision=64-true"]
+
+
+class SelfDistilling(Vectors):
+    """Gives the teacher new memory in each step, and one of its tensors the whole value."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = self.mean(x, y, batch_idx) + self.distillation(x, y, batch_idx)
+        self.log("train/loss", loss, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for student, teacher in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
+            teacher.data = 0.9 * teacher.data + 0.1 * student.data
+        (*_, bias) = self.teacher.parameters()
+        bias.data = torch.full(bias.shape, 0.01 * batch_idx, dtype=bias.dtype)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_learns_the_same_on_ranks(strategy: str, pool: Pool, folder: Path) -> None:
+    one = fit(compose(folder / "one", *OWN))
+    for record in fit_ranks(compose(folder / "two", *OWN, f"strategy={strategy}", "trainer.devices=2"), pool):
+        assert max(distances(record, one)) < TOLERANCE
