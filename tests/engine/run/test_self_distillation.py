@@ -18,13 +18,18 @@ OWN += [f"+module._target_={__name__}.SelfDistilling", "trainer.precision=64-tru
 
 
 class SelfDistilling(Vectors):
-    """Gives the teacher new memory in each step, and one of its tensors the whole value."""
+    """Gives the teacher new memory in each step, one of its tensors the whole value, and a layer a later start."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         loss = self.mean(x, y, batch_idx) + self.distillation(x, y, batch_idx)
         self.log("train/loss", loss, sync_dist=True)
         return loss
+
+    def on_after_backward(self) -> None:
+        if self.current_epoch == 0:
+            for weight in self.net[-1].parameters():
+                weight.grad = None
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         for student, teacher in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
