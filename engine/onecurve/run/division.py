@@ -11,7 +11,6 @@ from unittest import mock
 import lightning as L
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -21,6 +20,7 @@ from onecurve.data.batch import StepParts
 from onecurve.errors import UserError
 from onecurve.network.module_state import set_mode, unchanged, without_log
 from onecurve.observe.steps import is_checked_step
+from onecurve.parallel.gather import collectives_replaced
 from onecurve.random.random_functions import sample_random
 from onecurve.random.seeding import are_equal, seed_generators
 
@@ -32,7 +32,6 @@ _WAY_OUT = (
     "samples, or train undivided: on one device, with trainer.accumulate_grad_batches=1"
 )
 _DRAWS = 3  # of samples, after the first step
-_COLLECTIVES = ("all_gather", "all_reduce")  # by which losses compare the samples of all ranks; FSDP calls others
 _LOSS = "the loss that training_step returns"  # beside the names of what it logs
 
 
@@ -218,8 +217,7 @@ def _as_before(trainer: Any, module: L.LightningModule) -> Iterator[Callable[[],
         set_mode(module, training=False),
         without_log(module),  # first, as the module keeps it when it is restored
         unchanged(module.modules()) as restore,
-        mock.patch.multiple(trainer.strategy, reduce=refuse, all_gather=refuse),
-        mock.patch.multiple(dist, **dict.fromkeys(_COLLECTIVES, refuse)),  # all ranks have the same samples here
+        collectives_replaced(trainer.strategy, refuse),  # all ranks have the same samples here
         mock.patch.dict(vars(sample_random)),
     ):
         try:

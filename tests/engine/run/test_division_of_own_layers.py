@@ -17,7 +17,7 @@ from onecurve.errors import UserError
 from onecurve.run.experiment import run_experiment
 from tests.support.comparison import TOLERANCE, distances
 from tests.support.habits import Vectors
-from tests.support.pool import Pool
+from tests.support.pool import Pool, RankFailed
 from tests.support.runs import compose, fit, fit_ranks
 
 OWN = ["~data", "~module", "~model", "~optimizer", "~scheduler", "callbacks=none", "test=false"]
@@ -79,3 +79,6 @@ def test_a_loss_over_the_samples_of_all_ranks(pool: Pool, folder: Path) -> None:
     one = fit(compose(folder / "one", *words))
     for record in fit_ranks(compose(folder / "two", *words, "strategy=ddp", "trainer.devices=2"), pool):
         assert max(distances(record, one)) < TOLERANCE
+    exact = [*words, "bit_exact=true", "strategy=ddp", "trainer.devices=2"]
+    with pytest.raises(RankFailed, match=r"bit_exact=true computes the virtual ranks one by one, and .* communicates"):
+        fit_ranks(compose(folder / "exact", *exact), pool)
