@@ -69,11 +69,12 @@ class ReplicaCheck(L.Callback):
         if trainer.world_size == 1:
             return
         known = {} if self._has_warned else _bits(attributes(pl_module))
-        rates, state, others = _differing([_rates(trainer), _bits(_state(pl_module)), known])
+        state = _state(pl_module) | _weights_of_others(trainer, pl_module)
+        rates, changed, others = _differing([_rates(trainer), _bits(state), known])
         cause = "differs between the ranks: each has changed it by samples or metrics of its own."
         for name in rates:
             raise UserError(f"{name} {cause} Log with sync_dist=True what a scheduler or callback reads")
-        for name in state:
+        for name in changed:
             raise UserError(f"{name} {cause} {_WAY_OUT}")
         if others:
             self._has_warned = True
@@ -119,6 +120,13 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
     norms = tuple(f"{name}." for name, layer in module.named_modules() if isinstance(layer, AnyBatchNorm))
     weights = {name: weight for name, weight in module.named_parameters() if not weight.requires_grad}
     return weights | {name: buffer for name, buffer in module.named_buffers() if not name.startswith(norms)}
+
+
+def _weights_of_others(trainer: L.Trainer, module: nn.Module) -> dict[str, Tensor]:
+    """Return the weights that no optimizer of the run trains: a callback may do so, as of a classifier on features."""
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    trained = {id(weight) for group in groups for weight in group["params"]}
+    return {name: weight for name, weight in module.named_parameters() if id(weight) not in trained}
 
 
 def _bits(values: Mapping[str, Any]) -> dict[str, Any]:
