@@ -40,6 +40,33 @@ class OwnClassifier(L.Callback):
             self.optimizer.zero_grad()
 
 
+class Centering(nn.Linear):
+    """Takes the first value of its bias from the samples of the first pass, as an ActNorm of a flow does."""
+
+    is_new = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training and self.is_new:
+            self.bias.data = -input.detach().mean(0) @ self.weight.detach().T
+            self.is_new = False
+        return super().forward(input)
+
+
+class Centers(Vectors):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[4] = Centering(32, 3)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [("ddp", r"net\.4\.bias differs between the ranks"), ("fsdp", r"writes into the trained weight net\.4\.bias, wh")],
+)
+def test_first_values_from_samples(strategy: str, message: str, pool: Pool, folder: Path) -> None:
+    with pytest.raises(RankFailed, match=message):
+        pool.run(2, fit, compose(folder, *OWN, f"+module._target_={__name__}.Centers", f"strategy={strategy}"))
+
+
 class Warmed(Vectors):
     """A buffer, a frozen weight or an attribute that moves by the samples of a rank, after a warm-up."""
 
