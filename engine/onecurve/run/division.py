@@ -165,6 +165,7 @@ def _passes(trainer: Any, step: str, first: int, count: int) -> list[_Pass] | st
     passes, problem = list[_Pass](), "another rank could not"
     try:
         with _as_before(trainer, trainer.lightning_module) as restore:
+            sample_random.end()  # that of the step is not over, and a dataset may draw by `torch.randn_like`
             batches = trainer.datamodule.example_batches(spans, evaluates=step == "validation_step")
             for batch, (start, end) in zip(batches, spans, strict=True):
                 restore()

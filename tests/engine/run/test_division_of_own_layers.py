@@ -12,11 +12,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
+from torch.utils.data import TensorDataset
 
 from onecurve.errors import UserError
 from onecurve.run.experiment import run_experiment
 from tests.support.comparison import TOLERANCE, distances
-from tests.support.habits import Vectors
+from tests.support.habits import VectorData, Vectors
 from tests.support.pool import Pool, RankFailed
 from tests.support.runs import compose, fit, fit_ranks
 
@@ -53,6 +54,23 @@ class Queueing(Decorrelating):
         points = F.normalize(self.net(batch[0]), dim=1)
         assert len(self.queue) % len(points) == 0
         return (points @ points.T).square().mean() + (points @ self.queue.T).mean()
+
+
+class NoisySamples(TensorDataset):
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        x, y = super().__getitem__(index)
+        return x + 0.1 * torch.randn_like(x[:1]), y
+
+
+class NoisyData(VectorData):
+    def _samples(self, count: int, seed: int) -> TensorDataset:
+        return NoisySamples(*super()._samples(count, seed).tensors)
+
+
+def test_found_with_a_dataset_that_draws(folder: Path) -> None:
+    words = [*of_class(Decorrelating), f"data._target_={__name__}.NoisyData", "trainer.accumulate_grad_batches=2"]
+    with pytest.raises(UserError, match="does not divide by samples"):
+        run_experiment(compose(folder, *words))
 
 
 @pytest.mark.parametrize("module", [Decorrelating, Queueing])
