@@ -94,7 +94,7 @@ def _is_rounded(weight: Tensor, before: Tensor) -> bool:
 
 def _hidden_attributes(module: nn.Module) -> dict[str, list[Any]]:
     """Return copies of the numbers, arrays and tensors that the attributes of the user's modules hold, by name."""
-    leaves = {name: list(leaves_of(value)) for name, value in _all_attributes(module).items()}
+    leaves = {name: list(leaves_of(value)) for name, value in all_attributes(module).items()}
     return {name: [_copy(leaf) for leaf in values] for name, values in leaves.items()}
 
 
@@ -104,11 +104,12 @@ def _copy(leaf: Any) -> Any:
 
 def attributes(module: nn.Module) -> dict[str, Any]:
     """Return the numbers and tensors that are attributes of the user's modules, by name."""
-    found = _all_attributes(module)
+    found = all_attributes(module)
     return {name: value for name, value in found.items() if isinstance(value, int | float | Tensor)}
 
 
-def _all_attributes(module: nn.Module) -> dict[str, Any]:
+def all_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of the user's modules by name."""
     found = {}
     for name, part in module.named_modules():
         is_known = isinstance(part, Metric | MetricCollection) or type(part).__module__.startswith("onecurve.")

@@ -69,11 +69,11 @@ class ReplicaCheck(L.Callback):
         """
         if trainer.world_size == 1:
             return
-        known = {} if self._has_warned else _bits(attributes(pl_module))
+        known = {} if self._has_warned else bits(attributes(pl_module))
         state = _state(pl_module) | _weights_of_others(trainer, pl_module)
         if trained_steps(trainer) == 1:
             state |= dict(pl_module.named_parameters())
-        rates, changed, others = _differing([_rates(trainer), _bits(state), known])
+        rates, changed, others = _differing([_rates(trainer), bits(state), known])
         cause = "differs between the ranks: each has changed it by samples or metrics of its own."
         for name in rates:
             raise UserError(f"{name} {cause} Log with sync_dist=True what a scheduler or callback reads")
@@ -132,7 +132,7 @@ def _weights_of_others(trainer: L.Trainer, module: nn.Module) -> dict[str, Tenso
     return {name: weight for name, weight in module.named_parameters() if id(weight) not in trained}
 
 
-def _bits(values: Mapping[str, Any]) -> dict[str, Any]:
+def bits(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values, with a sum of the bits of a tensor in its place; without shards and sparse tensors."""
     found = {}
     for name, value in values.items():
@@ -166,10 +166,10 @@ class GatheredWeightCheck(L.Callback):
                 self._handles.append(part.register_forward_hook(partial(self._compare, prefix, names), prepend=True))
 
     def _keep(self, prefix: str, names: list[str], part: nn.Module, *_: Any) -> None:
-        self._before |= _bits({f"{prefix}.{name}": to_local(getattr(part, name)) for name in names})
+        self._before |= bits({f"{prefix}.{name}": to_local(getattr(part, name)) for name in names})
 
     def _compare(self, prefix: str, names: list[str], part: nn.Module, *_: Any) -> None:
-        now = _bits({f"{prefix}.{name}": to_local(getattr(part, name)) for name in names})
+        now = bits({f"{prefix}.{name}": to_local(getattr(part, name)) for name in names})
         kinds = {f"{prefix}.{name}": "trained" if getattr(part, name).requires_grad else "frozen" for name in names}
         self._written |= {f"{kinds[name]} weight {name}" for name in now if now[name] != self._before[name]}
 

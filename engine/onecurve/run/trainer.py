@@ -53,6 +53,7 @@ from onecurve.run.replicas import BufferCheck, EqualWeights, GatheredWeightCheck
 from onecurve.run.script import describe_script
 from onecurve.run.stopping import PreemptionHandler, Watchdog
 from onecurve.run.training_loop import FiniteCheck, MonitorCheck, ScheduleCheck, patch_trainer
+from onecurve.run.unsaved_state import UnsavedStateCheck
 
 _log = logging.getLogger(__name__)
 _FOLDER = "onecurve_logs"  # of a run without `default_root_dir`, beside Lightning's lightning_logs
@@ -200,6 +201,7 @@ class Trainer(L.Trainer):
             GatheredWeightCheck(),
             MetricSync(),
             MetricStates(virtual),  # after ExactResumption, which saves the position
+            UnsavedStateCheck(),
             RandomNumbers(self.seed),
             ScheduleCheck(),
             PredictedSamples(),
