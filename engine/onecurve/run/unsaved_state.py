@@ -58,7 +58,7 @@ def _unsaved(trainer: L.Trainer, module: nn.Module) -> Iterator[tuple[str, list[
     for name, value in all_attributes(module).items():
         if isinstance(value, LRScheduler):
             yield name, [] if value in schedules else [value.last_epoch]
-        elif not (isinstance(value, Tensor) and value.requires_grad):  # a function of weights, as of weight_norm
+        else:
             yield name, [_summary(leaf) for leaf in leaves_of(value)]
     saved = module.state_dict().keys()
     for name, buffer in module.named_buffers():

@@ -34,7 +34,7 @@ class Changing(Vectors):
         self.register_buffer("bank", torch.zeros(2), persistent=False)
         self.register_buffer("saved", torch.zeros(2))
         self.register_buffer("table", torch.arange(4.0), persistent=False)
-        self.normed = nn.utils.weight_norm(nn.Linear(2, 2))
+        self.normed = nn.utils.weight_norm(nn.Linear(2, 2, bias=False))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         optimizer = super().configure_optimizers()
@@ -46,7 +46,9 @@ class Changing(Vectors):
         self.average.rate += 0.01
         for buffer in (self.bank, self.saved):
             buffer.add_(1)
-        self.normed(self.saved)
+        with torch.no_grad():
+            next(self.normed.parameters()).add_(1)
+            self.normed(self.saved)
         self.outputs.append(self.saved.clone())
 
 
