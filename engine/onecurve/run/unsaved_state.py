@@ -26,6 +26,7 @@ class UnsavedStateCheck(L.Callback):
     named: most are emptied after an epoch.
     """
 
+    _is_due = False  # a search for the learning rate saves before training starts
     _first: dict[str, list[Any]] | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
