@@ -23,6 +23,8 @@ _IN_SCRIPTS = {
     "+strategy.find_unused_parameters=True": "strategy='ddp_find_unused_parameters_true'",
     "optimizer.lr or lengthen scheduler.warmup": "the learning rate",
     "with its weights by init_from": "with its weights by `load_from_checkpoint`, in another default_root_dir",
+    "or callbacks=ema": "or the callback onecurve.EMA",
+    ", such as callbacks.best.monitor, or callbacks.best=None": "",
     ", or leave this stage out (fit=False, test=False)": "",
     ", or take a model without batch normalization, such as vit": "",
 }

@@ -240,6 +240,11 @@ def _check(source: _Source, method: str) -> None:
             "with which it is the batch of a virtual rank, or give batch_size, the samples of an optimizer step"
         )
     if source.steps == 0:
+        if isinstance(source, _Given) and source.per_step > 1:
+            raise UserError(
+                f"the batch_sampler of {method} has fewer batches than a step takes, {source.per_step}: with "
+                "bit_exact=true each virtual rank has one; give it more, or set fewer virtual_ranks"
+            )
         raise UserError(
             f"data.batch_size={source.batch_size} exceeds the {source.samples} samples to train on, of {method}"
         )

@@ -22,8 +22,11 @@ def all_attributes(module: nn.Module) -> dict[str, Any]:
     found = {}
     for name, part in module.named_modules():
         is_known = isinstance(part, Metric | MetricCollection) or type(part).__module__.startswith("onecurve.")
+        weights = [key for key, _ in part.named_parameters(recurse=False)]
+        # `weight` of `weight_v`, as by weight_norm, and of `weight_orig`, as by spectral_norm and pruning
+        computed = {key.rpartition("_")[0] for key in weights if key.endswith(("_v", "_orig"))}
         for key, value in {} if is_known else vars(part).items():
-            if key not in _LIGHTNINGS:
+            if key not in _LIGHTNINGS and key not in computed:
                 found[f"{name}.{key}".lstrip(".")] = value
     return found
 

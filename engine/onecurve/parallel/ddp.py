@@ -162,14 +162,21 @@ class DDP(DDPStrategy):
             self.register_hook()
             self.on_train_start()
 
-    def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
-        if self._adds_virtual_ranks:
-            return
-        model = cast(DistributedDataParallel, self.model)
-        may_skip = model.find_unused_parameters or not self.lightning_module.automatic_optimization
-        if not may_skip and model.require_backward_grad_sync:
-            self._check_gradients()
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Check the gradients before `on_after_backward`, in which the module may drop some, as of a frozen layer."""
+        module, plugin = self.lightning_module, self.precision_plugin
+        assert module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = plugin.pre_backward(closure_loss, module)
+        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        if not self._adds_virtual_ranks:
+            model = cast(DistributedDataParallel, self.model)
+            may_skip = model.find_unused_parameters or not module.automatic_optimization
+            if not may_skip and model.require_backward_grad_sync:
+                self._check_gradients()
+        closure_loss = plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
 
     def _check_gradients(self) -> None:
         """Check that DDP has averaged the gradients: it cannot without all that it waits for, nor those of others."""

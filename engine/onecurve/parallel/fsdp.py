@@ -23,6 +23,20 @@ from onecurve.patches.torch import AnyBatchNorm
 from onecurve.process.layer_calls import record_layer_calls
 from onecurve.process.rank import map_large_blocks
 
+_READS_SHARDS = (
+    "training_step reads weights outside of the forward pass of their network, where each rank has only a shard: let "
+    "that forward pass return the term"
+)
+# By words of an error of torch: what a step does that FSDP cannot, and what to write instead.
+_PROBLEMS = {
+    "DTensor": _READS_SHARDS,
+    "sharding": _READS_SHARDS,
+    "RegisterPostBackwardFunction": (
+        "a layer changes a tensor in place that it has been given, such as total += term: write total = total + term"
+    ),
+    "FSDP does not support deepcopy": "training_step copies a network, of which a rank has only shards: leave it out",
+}
+
 
 class _TreeReduceScatter:
     """The communication in which FSDP2 adds the gradients of a round: the order is that of `tree_sum.py`."""
@@ -138,16 +152,13 @@ class FSDP(ShardedStateStrategy):
         """Run the step of the module, whose loss must not read shards: a penalty would have the gradient of a shard."""
         try:
             output = super().training_step(*args, **kwargs)
-            loss, cause = output.get("loss") if isinstance(output, Mapping) else output, None
-        except RuntimeError as error:  # torch defines few operations for shards
-            if "DTensor" not in str(error) and "sharding" not in str(error):
+        except (RuntimeError, AssertionError) as error:  # torch defines few operations for shards
+            problem = next((text for words, text in _PROBLEMS.items() if words in str(error)), None)
+            if not problem:
                 raise
-            loss, cause = None, error
-        if cause or isinstance(loss, DTensor):
-            raise UserError(
-                "strategy=fsdp: training_step reads weights outside of the forward pass of their network, where each "
-                "rank has only a shard: let that forward pass return the term, or use strategy=ddp"
-            ) from cause
+            raise UserError(f"strategy=fsdp: {problem}, or use strategy=ddp") from error
+        if isinstance(output.get("loss") if isinstance(output, Mapping) else output, DTensor):
+            raise UserError(f"strategy=fsdp: {_READS_SHARDS}, or use strategy=ddp")
         return output
 
     def _shard(self, net: nn.Module) -> None:

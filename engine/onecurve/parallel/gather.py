@@ -3,7 +3,10 @@
 Evaluation has every sample once, so ranks may hold different numbers of predictions, which torch gathers with a crash.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
@@ -12,6 +15,19 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the older name is deprecated
+
+
+@contextmanager
+def collectives_replaced(strategy: Any, function: Callable[..., Any]) -> Iterator[None]:
+    """Let a step call `function` in place of the collectives of a strategy, and of torch's for losses over all ranks.
+
+    FSDP calls others.
+    """
+    with (
+        mock.patch.multiple(strategy, reduce=function, all_gather=function),
+        mock.patch.multiple(dist, all_gather=function, all_reduce=function),
+    ):
+        yield
 
 
 def gather_objects(own: Any) -> list[Any]:

@@ -5,7 +5,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
+import torch
+from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def communication_in(wrap: Callable[[Any], Any]) -> AbstractContextManager[Any]:
@@ -16,3 +19,18 @@ def communication_in(wrap: Callable[[Any], Any]) -> AbstractContextManager[Any]:
     """
     methods = {name: getattr(FSDPParamGroup, name) for name in ("pre_forward", "pre_backward", "post_backward")}
     return mock.patch.multiple(FSDPParamGroup, **{name: wrap(method) for name, method in methods.items()})
+
+
+def let_data_write_shards() -> None:
+    """Let `weight.data = value` write a sharded weight, as many moving averages do; torch ignores it in silence.
+
+    The attribute is that of a tensor without elements, beside the shard (torch/csrc/autograd/python_variable.cpp).
+    """
+    DTensor.data = property(Tensor.data.__get__, _write)  # type: ignore[assignment]
+
+
+def _write(weight: DTensor, value: Tensor) -> None:
+    with torch.no_grad():
+        if not isinstance(value, DTensor):  # the whole tensor, which every rank has
+            value = distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
+        weight.copy_(value)

@@ -3,7 +3,7 @@
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 from typing import Any, NamedTuple
 from unittest import mock
@@ -11,6 +11,7 @@ from unittest import mock
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
@@ -19,6 +20,7 @@ from onecurve.data.batch import StepParts
 from onecurve.errors import UserError
 from onecurve.network.module_state import set_mode, unchanged, without_log
 from onecurve.observe.steps import is_checked_step
+from onecurve.parallel.gather import collectives_replaced
 from onecurve.random.random_functions import sample_random
 from onecurve.random.seeding import are_equal, seed_generators
 
@@ -47,8 +49,9 @@ class DivisionCheck(L.Callback):
     gradients. It does the same with the numbers that `validation_step` logs for the first loader, and warns of one that
     is no mean over samples. Halves may agree by chance, such as those with as many samples of a class or of the same
     padded length, and so other samples follow. All ranks take the same ones, and so come to the same result. A module
-    that takes weighted batches, communicates itself or raises an error in evaluation mode is not checked; nor is a
-    pipeline, which checks its losses itself.
+    that takes weighted batches is not checked; nor is one that communicates itself, as by a contrastive loss over the
+    samples of all ranks, or raises an error in evaluation mode, of which a warning tells; nor is a pipeline, which
+    checks its losses itself.
     """
 
     is_always_due = False  # also if nothing is divided, as `doctor=true` checks
@@ -62,6 +65,8 @@ class DivisionCheck(L.Callback):
         self._checks_loss = is_plain and is_divided
         self._checks_metrics = self._checks_loss and has_metrics
         self._steps = self._drawn = 0
+        # Halves of n and n + 1 samples have no equal parts of one class; several loaders need equal halves.
+        self._others = 1 if data.has_one_size else 0
         self._warned = set[str]()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
@@ -70,9 +75,7 @@ class DivisionCheck(L.Callback):
         if not is_checked_step(self._steps):
             return
         data: Any = trainer.datamodule
-        count: int = max(2, int(data.layout.mean_samples_per_batch)) // 2 * 2
-        # Halves of n and n + 1 samples have no equal parts of one class; several loaders need equal halves.
-        count += 1 if data.has_one_size else 0
+        count: int = max(2, int(data.layout.mean_samples_per_batch)) // 2 * 2 + self._others
         for _draw in range(_DRAWS if self._steps == 1 else 1):
             if self._checks_loss:
                 self._check_loss(trainer, count)
@@ -83,10 +86,13 @@ class DivisionCheck(L.Callback):
     def _check_loss(self, trainer: L.Trainer, count: int) -> None:
         module = trainer.lightning_module
         passes = _passes(trainer, "training_step", self._drawn, count)
+        if isinstance(passes, str) and self._others:  # a queue of embeddings takes batches that divide its length
+            self._others, count = 0, count - 1
+            passes = _passes(trainer, "training_step", self._drawn, count)
         if isinstance(passes, str):  # the step of a module may not run in evaluation mode
             self._checks_loss = False
             self.result = f"not checked whether the loss divides by samples: {passes}"
-            _log.info(self.result)
+            _log.warning("%s; if it does not, each number of processes or micro-batches is another run", self.result)
             return
         *halves, whole = passes
         if not are_equal(whole.states, halves[0].states):
@@ -159,12 +165,13 @@ def _passes(trainer: Any, step: str, first: int, count: int) -> list[_Pass] | st
     passes, problem = list[_Pass](), "another rank could not"
     try:
         with _as_before(trainer, trainer.lightning_module) as restore:
+            sample_random.end()  # that of the step is not over, and a dataset may draw by `torch.randn_like`
             batches = trainer.datamodule.example_batches(spans, evaluates=step == "validation_step")
             for batch, (start, end) in zip(batches, spans, strict=True):
                 restore()
                 passes.append(_pass(trainer, step, batch, end - start))
     except Exception as error:
-        passes, problem = [], str(error)
+        passes, problem = [], str(error) or type(error).__name__
     return passes if trainer.strategy.reduce_boolean_decision(len(passes) == len(spans)) else problem
 
 
@@ -177,7 +184,9 @@ def _pass(trainer: Any, step: str, batch: StepParts, samples: int) -> _Pass:
     sample_random.begin(lambda: indices, module.device, is_divided=False)
     module.log.reset_mock()
     several = step == "validation_step" and len(trainer.num_val_batches) > 1
-    output = getattr(module, step)(batch, 0, *([0] if several else []))
+    # The type of new tensors is that of the step. Autocast would round, and halves would differ from the whole.
+    with nullcontext() if isinstance(plugin, MixedPrecision) else plugin.forward_context():
+        output = getattr(module, step)(batch, 0, *([0] if several else []))
     values = dict(_logged_means(module.log.call_args_list, samples))
     if step == "training_step":
         loss = output["loss"] if isinstance(output, Mapping) else output
@@ -209,7 +218,7 @@ def _as_before(trainer: Any, module: L.LightningModule) -> Iterator[Callable[[],
         set_mode(module, training=False),
         without_log(module),  # first, as the module keeps it when it is restored
         unchanged(module.modules()) as restore,
-        mock.patch.multiple(trainer.strategy, reduce=refuse, all_gather=refuse),
+        collectives_replaced(trainer.strategy, refuse),  # all ranks have the same samples here
         mock.patch.dict(vars(sample_random)),
     ):
         try:

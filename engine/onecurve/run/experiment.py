@@ -19,23 +19,12 @@ from onecurve.observe.wandb import wandb_ends
 from onecurve.patches.lightning_loops import steps_of_loggers
 from onecurve.records.events import append_event
 from onecurve.run.arguments import REFUSED
+from onecurve.run.known_errors import translated_errors
 from onecurve.run.predictions import PredictionWriter, SamplePredictions
 from onecurve.run.trainer import Trainer
 from onecurve.targets import build, build_strategy, check_options, locate
 
 _log = logging.getLogger(__name__)
-# Errors of the user for which Lightning has no exception of its own, by their first words, and what to say instead.
-_KNOWN_ERRORS = {
-    "Early stopping conditioned on metric": "",
-    "It looks like your LightningModule has parameters that were not used": (
-        "a backward pass gives some weights no gradient, as after toggle_optimizer, and DDP waits for it: set "
-        "+strategy.find_unused_parameters=true"
-    ),
-    "Skipping the `training_step` by returning None": (
-        "training_step returns None, and the other processes wait for its gradients: return a loss of zero, such as "
-        "0 * loss, or set trainer.devices=1"
-    ),
-}
 # Arguments of Lightning's Trainer that `build_trainer` gives, or that have no meaning here.
 _OWN_ARGUMENTS = ["strategy", "callbacks", "enable_checkpointing", "logger", "default_root_dir", "plugins", *REFUSED]
 
@@ -48,7 +37,7 @@ def run_experiment(cfg: DictConfig, keep_trainer: Callable[[Trainer], None] | No
         keep_trainer: gets the trainer that the function has returned.
     """
     try:
-        with wandb_ends():
+        with wandb_ends(), translated_errors(cfg.ckpt_path):
             trainer = locate("launch.function", cfg.launch.function)(cfg)
             if not isinstance(trainer, Trainer):
                 raise UserError(
@@ -58,17 +47,6 @@ def run_experiment(cfg: DictConfig, keep_trainer: Callable[[Trainer], None] | No
         if isinstance(interrupted.__context__, KeyboardInterrupt):  # Lightning replaces it: call.py, line 60
             raise KeyboardInterrupt from None
         raise
-    except (MisconfigurationException, RuntimeError) as error:
-        known = [text for start, text in _KNOWN_ERRORS.items() if str(error).startswith(start)]
-        if cfg.ckpt_path and str(error).startswith("Error(s) in loading state_dict"):
-            difference = str(error).splitlines()[1].strip()  # the first line names the class alone
-            known = [f"ckpt_path contains another network than this run's; set `module` as in that run ({difference})"]
-        if isinstance(error, RuntimeError) and not known:
-            raise
-        message = "".join(known) or f"Lightning refuses this run: {' '.join(str(error).split())}"
-        if "could not find the monitored key" in message:
-            message += " Set the `monitor` of this callback, such as callbacks.best.monitor, or callbacks.best=null"
-        raise UserError(message) from error
     metrics = {name: float(value) for name, value in trainer.final_metrics.items()}
     if trainer.is_global_zero:
         # `ddp_spawn` restores this count in the main process, but not `global_step`.

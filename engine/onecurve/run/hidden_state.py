@@ -26,16 +26,18 @@ class HiddenStateCheck:
     found. Weights that FSDP gathers for the pass have another shape: `GatheredWeightCheck` compares frozen ones.
     """
 
-    def __init__(self, module: nn.Module, bit_exact: bool) -> None:
-        self._module, self._bit_exact = module, bit_exact
-        self._attributes, self._frozen = _hidden_attributes(module), _weights(module, are_trained=False)
+    def __init__(self, module: nn.Module, bit_exact: bool, step: int = 1) -> None:
+        self._module, self._bit_exact, self._is_first = module, bit_exact, step == 1  # which names the attributes
+        self._attributes = _hidden_attributes(module) if self._is_first else {}
+        self._frozen = _weights(module, are_trained=False)
         self._trained = _weights(module, are_trained=True) if bit_exact else {}
 
     def end_forward(self, number: int) -> None:
         """Compare with the state before, after the forward pass of a micro-batch or virtual rank of the step."""
         if number == 0:
             self._check_frozen()
-            self._check_attributes()
+            if self._is_first:
+                self._check_attributes()
         if number == (0 if self._bit_exact else 1):
             self._check_trained()
         # The backward pass needs the memory of the device.
@@ -48,7 +50,8 @@ class HiddenStateCheck:
             if not are_equal(weight, before):
                 raise UserError(
                     f"the frozen weight {name} changes in training_step, and each process or micro-batch would change "
-                    "it: register it as a buffer, of which all virtual ranks get the mean with bit_exact=true"
+                    "it: write it in on_train_batch_end, once per step, or register it as a buffer, of which all "
+                    "virtual ranks get the mean with bit_exact=true"
                 )
 
     def _check_trained(self) -> None:

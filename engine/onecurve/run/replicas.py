@@ -50,6 +50,7 @@ class EqualWeights(L.Callback):
 class ReplicaCheck(L.Callback):
     """Refuses ranks with different learning rates, buffers or frozen weights, and warns of different attributes.
 
+    After the first step they compare trained weights as well: a layer may take their first values from its samples.
     Ranks exchange hashes of them at the first step, at log points, before a checkpoint is written, and before a
     validation, whose forward pass lets DDP replace the buffers by those of rank zero.
     """
@@ -68,12 +69,15 @@ class ReplicaCheck(L.Callback):
         """
         if trainer.world_size == 1:
             return
-        known = {} if self._has_warned else _bits(attributes(pl_module))
-        rates, state, others = _differing([_rates(trainer), _bits(_state(pl_module)), known])
+        known = {} if self._has_warned else bits(attributes(pl_module))
+        state = _state(pl_module) | _weights_of_others(trainer, pl_module)
+        if trained_steps(trainer) == 1:
+            state |= dict(pl_module.named_parameters())
+        rates, changed, others = _differing([_rates(trainer), bits(state), known])
         cause = "differs between the ranks: each has changed it by samples or metrics of its own."
         for name in rates:
             raise UserError(f"{name} {cause} Log with sync_dist=True what a scheduler or callback reads")
-        for name in state:
+        for name in changed:
             raise UserError(f"{name} {cause} {_WAY_OUT}")
         if others:
             self._has_warned = True
@@ -121,7 +125,14 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
     return weights | {name: buffer for name, buffer in module.named_buffers() if not name.startswith(norms)}
 
 
-def _bits(values: Mapping[str, Any]) -> dict[str, Any]:
+def _weights_of_others(trainer: L.Trainer, module: nn.Module) -> dict[str, Tensor]:
+    """Return the weights that no optimizer of the run trains: a callback may do so, as of a classifier on features."""
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    trained = {id(weight) for group in groups for weight in group["params"]}
+    return {name: weight for name, weight in module.named_parameters() if id(weight) not in trained}
+
+
+def bits(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values, with a sum of the bits of a tensor in its place; without shards and sparse tensors."""
     found = {}
     for name, value in values.items():
@@ -138,33 +149,29 @@ def _hash(value: Any) -> int:
 
 
 class GatheredWeightCheck(L.Callback):
-    """Refuses a layer whose forward pass writes into a frozen weight that FSDP has gathered, which it frees afterwards.
+    """Refuses a layer whose forward pass writes into a weight that FSDP has gathered, which it frees afterwards.
 
-    It compares these weights before and after each forward pass of the first step of a run.
+    It compares sums of the bits of the weights before and after each forward pass of the first step of a run.
     """
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._is_due, self._handles = True, list[Any]()
-        self._before: dict[str, Tensor] = {}
+        self._before: dict[str, Any] = {}
         self._written: set[str] = set()
         for prefix, part in pl_module.named_modules():
-            names = [
-                name
-                for name, weight in part.named_parameters(recurse=False)
-                if isinstance(weight, DTensor) and not weight.requires_grad
-            ]
+            names = [name for name, weight in part.named_parameters(recurse=False) if isinstance(weight, DTensor)]
             if names:
                 self._handles.append(part.register_forward_pre_hook(partial(self._keep, prefix, names)))
                 # Before the hook in which FSDP frees the weights.
                 self._handles.append(part.register_forward_hook(partial(self._compare, prefix, names), prepend=True))
 
     def _keep(self, prefix: str, names: list[str], part: nn.Module, *_: Any) -> None:
-        self._before |= {f"{prefix}.{name}": to_local(getattr(part, name)).clone() for name in names}
+        self._before |= bits({f"{prefix}.{name}": to_local(getattr(part, name)) for name in names})
 
     def _compare(self, prefix: str, names: list[str], part: nn.Module, *_: Any) -> None:
-        for name in names:
-            if not are_equal(to_local(getattr(part, name)), self._before[f"{prefix}.{name}"]):
-                self._written.add(f"{prefix}.{name}")
+        now = bits({f"{prefix}.{name}": to_local(getattr(part, name)) for name in names})
+        kinds = {f"{prefix}.{name}": "trained" if getattr(part, name).requires_grad else "frozen" for name in names}
+        self._written |= {f"{kinds[name]} weight {name}" for name in now if now[name] != self._before[name]}
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if not self._is_due:
@@ -172,11 +179,11 @@ class GatheredWeightCheck(L.Callback):
         self._is_due = False
         for handle in self._handles:
             handle.remove()
-        # Also of ranks whose stage of a pipeline has no frozen weight.
+        # Also of ranks whose stage of a pipeline has no such weight.
         for name in sorted(set().union(*gather_objects(self._written))):
             raise UserError(
-                f"the forward pass writes into the frozen weight {name}, which strategy=fsdp gathers for it and then "
-                "frees, so that the new value is lost: register it as a buffer"
+                f"the forward pass writes into the {name}, which strategy=fsdp gathers for it and then frees, so that "
+                "the new value is lost: register it as a buffer, or give it its first value before the run"
             )
 
 

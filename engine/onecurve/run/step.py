@@ -27,6 +27,7 @@ from onecurve.errors import UserError
 from onecurve.observe.recording import timed_computation
 from onecurve.observe.steps import is_log_point
 from onecurve.parallel.batch_norm import grouped_norms
+from onecurve.parallel.gather import collectives_replaced
 from onecurve.parallel.virtual_ranks import VirtualRanks
 from onecurve.patches.lightning_loops import Closure, ClosureResult, Optimization, gradient_sync, results_of
 from onecurve.random.random_functions import RandomNumbers, sample_random
@@ -41,7 +42,8 @@ LOGGED_COLUMNS = 64  # processes exchange tables with a multiple of so many colu
 class StepInParts(Optimization):
     """Runs `training_step` and the backward pass for each part; Lightning goes on with clipping and the optimizer."""
 
-    checked_module: Any = None  # whose first step was checked
+    checked_module: Any = None  # whose first steps were checked
+    checked_steps = 0
 
     def make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
         data, results = self.trainer.datamodule, results_of(self.trainer.fit_loop.epoch_loop)
@@ -63,9 +65,11 @@ class StepInParts(Optimization):
         plugin, module = trainer.precision_plugin, trainer.lightning_module
         backward = self.backward_pass(optimizer)
         divisor = data.virtual_ranks if data.bit_exact else data.accumulate  # parts of a batch that add up to its mean
-        # Only the first step is checked for what a pass changes unseen, also of a run that continues.
-        is_first, self.checked_module = self.checked_module is not module, module
-        hidden = HiddenStateCheck(module, data.bit_exact) if is_first else None
+        # Two steps are checked for what a pass changes unseen, also of a run that continues: an average of weights that
+        # begins as a copy of them changes in the second one.
+        self.checked_steps = self.checked_steps + 1 if self.checked_module is module else 1
+        self.checked_module = module
+        hidden = HiddenStateCheck(module, data.bit_exact, self.checked_steps) if self.checked_steps <= 2 else None
         passes = _VirtualRankPasses(trainer, step) if data.bit_exact else _MicroBatchPasses(trainer)
         # `post_backward` calls `on_after_backward`, which waits for the complete gradient.
         with mock.patch.object(plugin, "post_backward", lambda loss, module: loss.detach()):
@@ -168,8 +172,8 @@ def _callback(trainer: Any, kind: type[_T]) -> _T:
 
 
 def without_collectives(strategy: Any) -> Any:
-    """Return a context in which the collectives of a strategy raise: others have not come so far."""
-    return mock.patch.multiple(strategy, reduce=_refuse, all_gather=_refuse)
+    """Return a context in which a step that communicates ends in a UserError: other ranks have not come so far."""
+    return collectives_replaced(strategy, _refuse)
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:

@@ -46,6 +46,7 @@ from onecurve.run.arguments import (
 from onecurve.run.bit_exact import BitExactness
 from onecurve.run.checkpoint import LastCheckpoint, LateSaves, check_overwrites_nothing, find_checkpoint, monitoring
 from onecurve.run.division import DivisionCheck
+from onecurve.run.known_errors import translated_errors
 from onecurve.run.metric_states import MetricStates, VirtualMetrics
 from onecurve.run.metric_sync import MetricSync
 from onecurve.run.predictions import PredictedSamples
@@ -54,6 +55,7 @@ from onecurve.run.replicas import BufferCheck, EqualWeights, GatheredWeightCheck
 from onecurve.run.script import describe_script
 from onecurve.run.stopping import PreemptionHandler, Watchdog
 from onecurve.run.training_loop import FiniteCheck, MonitorCheck, ScheduleCheck, patch_trainer
+from onecurve.run.unsaved_state import UnsavedStateCheck
 
 _log = logging.getLogger(__name__)
 _FOLDER = "onecurve_logs"  # of a run without `default_root_dir`, beside Lightning's lightning_logs
@@ -194,6 +196,7 @@ class Trainer(L.Trainer):
             GatheredWeightCheck(),
             MetricSync(),
             MetricStates(virtual),  # after ExactResumption, which saves the position
+            UnsavedStateCheck(),
             RandomNumbers(self.seed),
             ScheduleCheck(),
             PredictedSamples(),
@@ -234,7 +237,7 @@ class Trainer(L.Trainer):
         self._fitted = data.plain
         # The launcher of train.py records the end itself.
         recording = recorded_fit(self._folder) if self._is_script and self.is_global_zero else nullcontext()
-        with self._interruptible(), recording:
+        with self._interruptible(), recording, translated_errors(path):
             super().fit(model, datamodule=data, ckpt_path=path, weights_only=weights_only)
         self.final_metrics |= self.callback_metrics
 
@@ -296,7 +299,7 @@ class Trainer(L.Trainer):
         data = self._prepare(stage, module, {name: dataloaders}, datamodule, path)
         if path and not self._is_script:  # which shows Lightning's own lines
             _log.info("%s: the weights of %s", stage, path)
-        with self._interruptible():
+        with self._interruptible(), translated_errors(path):
             result = getattr(super(), stage)(module, datamodule=data, ckpt_path=path, **options)
         self.final_metrics |= self.callback_metrics
         return result

@@ -4,6 +4,7 @@ tests/template/test_refusals.py has those with models and data. Mistakes that ne
 checkpoint are in the folder of their subject.
 """
 
+import copy
 import shlex
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,26 @@ def noisy(num_classes: int) -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(3072, 8), Noisy(), nn.Linear(8, num_classes))
 
 
+class Adding(nn.Linear):
+    """Adds to a tensor in place, as a flow does to the log-determinant of the layers before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += super().forward(x)
+        return x
+
+
+def adding(num_classes: int) -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 8), Adding(8, 8), nn.Linear(8, num_classes))
+
+
+class CopiesNetwork(ImageClassifier):
+    """Copies the network in a step, as for the inner loop of meta-learning."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        copy.deepcopy(self.net)
+        return super().training_step(batch, batch_idx)
+
+
 TYPES = [
     ("trainer.max_epochs=ten", "trainer.max_epochs=ten: give an integer"),
     ("trainer.max_steps=1.5", "trainer.max_steps=1.5: give an integer"),
@@ -350,6 +371,8 @@ ON_RANKS = [
     ("strategy=ddp model._target_=tests.support.zoo.Unused ~model.norm", r"auxiliary.* \+strategy.find_unused_param"),
     ("strategy=fsdp strategy.replicas=3", "strategy.replicas=3 does not divide the 2 processes"),
     ("strategy=fsdp module._target_=tests.support.zoo.L1Penalty", "training_step reads weights outside"),
+    (f"strategy=fsdp model._target_={__name__}.adding ~model.norm ~model.width", "changes a tensor in place that it"),
+    (f"strategy=fsdp module._target_={__name__}.CopiesNetwork", "training_step copies a network, of which"),
     (f"{PIPELINE} strategy.microbatches=0", "strategy.microbatches=0"),
     (f"{PIPELINE} strategy.microbatches=8", "virtual_ranks=4 does not divide over the 8 micro-batches"),
     (f"{PIPELINE} strategy.microbatches=1", "1f1b with 1 micro-batches: .* gpipe takes any number"),

@@ -281,6 +281,12 @@ def test_refuses_later_epochs_with_fewer_batches(folder: Path) -> None:
     assert len(fit(compose(folder, *task, "trainer.limit_train_batches=3")).losses) == 6
 
 
+def test_refuses_fewer_batches_than_virtual_ranks(folder: Path) -> None:
+    task = [*words("one by one", "uneven"), f"data._target_={__name__}.Fewer", "virtual_ranks=8"]
+    with pytest.raises(UserError, match=r"the batch_sampler of .* has fewer batches than a step takes, 8: with bit_ex"):
+        fit(compose(folder, *task))
+
+
 def test_refuses_a_later_batch_that_divides_unevenly(pool: Pool, folder: Path) -> None:
     task = [*words("together", "two"), f"data._target_={__name__}.Fewer", f"module._target_={__name__}.First"]
     with pytest.raises(RankFailed, match="the loaders of a step divide unevenly among the processes"):

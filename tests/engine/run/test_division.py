@@ -161,9 +161,12 @@ class OfTwoKinds(Vectors):
         return super().class_weights(x, y, batch_idx)
 
 
-def test_a_module_without_a_loss_in_evaluation_mode_is_not_checked(folder: Path) -> None:
+def test_a_module_without_a_loss_in_evaluation_mode_is_not_checked(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     words = [*OWN, f"+module._target_={__name__}.OfTwoKinds", "+module.kind=class_weights"]
     fit(compose(folder, *words, "trainer.accumulate_grad_batches=2"))
+    assert "not checked whether the loss divides by samples: no loss in evaluation mode; if it does not" in caplog.text
 
 
 class Collects(Vectors):

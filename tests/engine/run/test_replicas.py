@@ -26,6 +26,47 @@ class OwnRate(L.Callback):
         trainer.optimizers[0].param_groups[0]["lr"] = 0.01 * float(outputs["loss"].detach())
 
 
+class OwnClassifier(L.Callback):
+    """Trains a layer of the module by the samples of a rank, with an optimizer of its own."""
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        pl_module.probe = nn.Linear(16, 3)
+        self.optimizer = torch.optim.SGD(pl_module.probe.parameters(), 0.1)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step > 1:
+            torch.nn.functional.cross_entropy(pl_module.probe(batch[0]), batch[1]).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+class Centering(nn.Linear):
+    """Takes the first value of its bias from the samples of the first pass, as an ActNorm of a flow does."""
+
+    is_new = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training and self.is_new:
+            self.bias.data = -input.detach().mean(0) @ self.weight.detach().T
+            self.is_new = False
+        return super().forward(input)
+
+
+class Centers(Vectors):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[4] = Centering(32, 3)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [("ddp", r"net\.4\.bias differs between the ranks"), ("fsdp", r"writes into the trained weight net\.4\.bias, wh")],
+)
+def test_first_values_from_samples(strategy: str, message: str, pool: Pool, folder: Path) -> None:
+    with pytest.raises(RankFailed, match=message):
+        pool.run(2, fit, compose(folder, *OWN, f"+module._target_={__name__}.Centers", f"strategy={strategy}"))
+
+
 class Warmed(Vectors):
     """A buffer, a frozen weight or an attribute that moves by the samples of a rank, after a warm-up."""
 
@@ -46,10 +87,12 @@ class Warmed(Vectors):
 
 FOUND = {
     "rate": ["+module._target_=tests.support.habits.Vectors", f"+callbacks.rate._target_={__name__}.OwnRate"],
+    "probe": ["+module._target_=tests.support.habits.Vectors", f"+callbacks.probe._target_={__name__}.OwnClassifier"],
     **{kind: [f"+module._target_={__name__}.Warmed", f"+module.moved={kind}"] for kind in ("center", "code")},
 }
 MESSAGES = {
     "rate": r"lr of `group 00` of optimizer 0 differs between the ranks: .* Log with sync_dist=True",
+    "probe": r"probe\.(bias|weight) differs between the ranks: .* reduce what changes it over the ranks",
     "center": "center differs between the ranks: .* set bit_exact=true, or reduce",
     "code": "code differs between the ranks: .* Register it as a buffer and set bit_exact=true",
 }

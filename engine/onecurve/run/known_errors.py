@@ -1,0 +1,43 @@
+"""Errors of Lightning that a user can mend, in one line."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from onecurve.errors import UserError
+
+# Errors of the user for which Lightning has no exception of its own, by some words, and what to say instead.
+_KNOWN_ERRORS = {
+    "Early stopping conditioned on metric": "",
+    "It looks like your LightningModule has parameters that were not used": (
+        "a backward pass gives some weights no gradient, as after toggle_optimizer, and DDP waits for it: set "
+        "+strategy.find_unused_parameters=true"
+    ),
+    "got mixed torch.Tensor and DTensor": (
+        "strategy=fsdp: a hook combines a weight, of which a rank has only a shard, with a whole tensor, such as the "
+        "buffer of a moving average: use strategy=ddp, or callbacks=ema"
+    ),
+    "Skipping the `training_step` by returning None": (
+        "training_step returns None, and the other processes wait for its gradients: return a loss of zero, such as "
+        "0 * loss, or set trainer.devices=1"
+    ),
+}
+
+
+@contextmanager
+def translated_errors(ckpt_path: str | None) -> Iterator[None]:
+    """Return a context in which such an error becomes a UserError; `ckpt_path` is where the run goes on."""
+    try:
+        yield
+    except (MisconfigurationException, RuntimeError) as error:
+        known = [text for words, text in _KNOWN_ERRORS.items() if words in str(error)]
+        if ckpt_path and str(error).startswith("Error(s) in loading state_dict"):
+            difference = str(error).splitlines()[1].strip()  # the first line names the class alone
+            known = [f"ckpt_path contains another network than this run's; set `module` as in that run ({difference})"]
+        if isinstance(error, RuntimeError) and not known:
+            raise
+        message = "".join(known) or f"Lightning refuses this run: {' '.join(str(error).split())}"
+        if "could not find the monitored key" in message:
+            message += " Set the `monitor` of this callback, such as callbacks.best.monitor, or callbacks.best=null"
+        raise UserError(message) from error

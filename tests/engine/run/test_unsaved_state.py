@@ -1,0 +1,66 @@
+"""What training changes and no checkpoint holds is named at the first save."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.habits import Vectors
+from tests.support.runs import compose, fit
+
+OWN = ["~data", "~module", "~model", "~optimizer", "~scheduler", "callbacks=default", "callbacks.best=null"]
+OWN += ["test=false", "trainer.max_epochs=1", "+data._target_=tests.support.habits.VectorData"]
+
+
+class Average:
+    """The rate of a moving average, which grows."""
+
+    def __init__(self) -> None:
+        self.rate, self.name = 0.9, "teacher"
+
+
+class Changing(Vectors):
+    """Changes attributes and buffers of several kinds in its hooks."""
+
+    bank: Tensor
+    saved: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average, self.width, self.outputs, self.total = Average(), 32, list[Tensor](), float("nan")
+        self.register_buffer("bank", torch.zeros(2), persistent=False)
+        self.register_buffer("saved", torch.zeros(2))
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.normed = nn.utils.weight_norm(nn.Linear(2, 2, bias=False))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return optimizer
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.schedule.step()
+        self.average.rate += 0.01
+        for buffer in (self.bank, self.saved):
+            buffer.add_(1)
+        with torch.no_grad():
+            next(self.normed.parameters()).add_(1)
+            self.normed(self.saved)
+        self.outputs.append(self.saved.clone())
+
+
+class Saving(Changing):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["rate"] = self.average.rate
+
+
+@pytest.mark.parametrize(("module", "is_named"), [(Changing, True), (Saving, False)])
+def test_named_once(module: type, is_named: bool, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "onecurve"):
+        fit(compose(folder, *OWN, f"+module._target_={__name__}.{module.__name__}"))
+    messages = [record.getMessage() for record in caplog.records if "no checkpoint holds" in record.getMessage()]
+    named = [message.partition(", which")[0] for message in messages]
+    assert named == ["no checkpoint holds average, bank, schedule"] * is_named
