@@ -264,7 +264,11 @@ def metrics_of(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Metri
 
 
 def _metrics(module: nn.Module, prefix: str = "") -> dict[str, Metric]:
-    return {name: part for name, part in module.named_modules(prefix=prefix) if isinstance(part, Metric)}
+    """Return the metrics by their first names. `named_modules` would take two of torchmetrics' ROUGEScore for one."""
+    names: dict[int, str] = {}
+    parts = module.named_modules(prefix=prefix, remove_duplicate=False)
+    metrics = {name: part for name, part in parts if isinstance(part, Metric)}
+    return {name: one for name, one in metrics.items() if names.setdefault(id(one), name) == name}
 
 
 def _fill_trackers(module: nn.Module, saved: dict[str, _State]) -> None:
