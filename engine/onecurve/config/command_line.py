@@ -25,7 +25,7 @@ from onecurve.checkpoint.run_files import CHECKPOINTS
 from onecurve.config.folder import CONF, PROJECT, RECIPES, folder_of, project_path, saved_config
 from onecurve.errors import UserError, nearest_options, suggest
 from onecurve.identity.option_kinds import flatten_config
-from onecurve.process.ranks import forget_other_ranks, started_rank
+from onecurve.process.launcher import forget_other_ranks, started_rank
 from onecurve.records.files import CONFIG
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own variable: with 1, every error keeps its traceback

@@ -24,8 +24,8 @@ from onecurve.errors import UserError
 from onecurve.launch.external import connect_ranks, plan_strategy, share_config
 from onecurve.launch.outcome import exit_rank, recorded_command
 from onecurve.launch.workers import launch_workers, run_rank
+from onecurve.process.launcher import check_tasks_are_started, launcher
 from onecurve.process.rank import detect_cluster_environment
-from onecurve.process.ranks import check_tasks_are_started, launcher
 from onecurve.process.signals import die_with_parent
 
 if TYPE_CHECKING:

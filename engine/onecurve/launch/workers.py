@@ -24,8 +24,8 @@ from onecurve.launch.restarts import (
     with_smaller_micro_batches,
 )
 from onecurve.process import signals
+from onecurve.process.launcher import forget_launcher
 from onecurve.process.rank import REPORT_FILE, connect_debugger, cores_per_rank, log_to_folder, process_group_closed
-from onecurve.process.ranks import forget_launcher
 from onecurve.records.events import append_event, logged_steps, read_events
 
 

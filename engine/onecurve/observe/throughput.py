@@ -14,7 +14,7 @@ import torch
 from lightning.fabric.utilities.throughput import get_available_flops, measure_flops
 from torch import Tensor, nn
 
-from onecurve.observe.recording import RecordedStep
+from onecurve.observe.step_times import RecordedStep
 from onecurve.observe.steps import is_log_point, trained_steps
 from onecurve.observe.timeline import Timeline
 from onecurve.process.rank import peak_memory_mib

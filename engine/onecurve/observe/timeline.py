@@ -15,7 +15,7 @@ import lightning as L
 import torch.distributed as dist
 from torch import Tensor
 
-from onecurve.observe.recording import (
+from onecurve.observe.step_times import (
     COMMUNICATION,
     COMPUTATION,
     RecordedStep,

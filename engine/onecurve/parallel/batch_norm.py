@@ -26,7 +26,7 @@ from onecurve.errors import UserError
 from onecurve.network.compilation import constant
 from onecurve.network.recomputation import remember
 from onecurve.network.tensors import copy_from_vector, to_vector, upcast_half
-from onecurve.observe.recording import timed_communication
+from onecurve.observe.step_times import timed_communication
 from onecurve.parallel.gather import all_gather_into
 from onecurve.patches.torch import AnyBatchNorm, BatchNormOfAnyShape, keep_out_of_ddp
 

@@ -12,7 +12,7 @@ from onecurve.errors import UserError, check_choice
 from onecurve.parallel.ddp import auto
 from onecurve.parallel.sharded_state import ShardedStateStrategy
 from onecurve.patches.torch import has_gradient_hook
-from onecurve.process.ranks import launcher
+from onecurve.process.launcher import launcher
 from onecurve.targets import locate
 
 _STRATEGIES = {

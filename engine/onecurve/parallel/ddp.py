@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from onecurve.errors import UserError, check_choice
-from onecurve.observe.recording import timed_communication
+from onecurve.observe.step_times import timed_communication
 from onecurve.parallel.gather import all_gather
 from onecurve.patches.lightning_strategies import DDPStrategy
 from onecurve.targets import locate

@@ -6,7 +6,7 @@ from torch.optim import Optimizer
 
 from onecurve.network.norm import order_free_norm
 from onecurve.network.tensors import copy_from_vector, to_full_tensor, to_vector
-from onecurve.observe.recording import timed_communication
+from onecurve.observe.step_times import timed_communication
 
 
 @timed_communication()

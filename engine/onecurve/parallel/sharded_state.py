@@ -16,7 +16,7 @@ from onecurve.checkpoint.io import read_checkpoint, write_error
 from onecurve.checkpoint.optimizer_state import merge, shard_like
 from onecurve.errors import UserError
 from onecurve.network.tensors import to_full_tensor, with_versions
-from onecurve.observe.recording import timed_communication
+from onecurve.observe.step_times import timed_communication
 from onecurve.parallel.gather import all_gather
 from onecurve.patches.fsdp import let_data_write_shards
 from onecurve.patches.lightning_strategies import ModelParallelStrategy

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecurve.network.tensors import copy_from_vector, to_vector
-from onecurve.observe.recording import timed_communication
+from onecurve.observe.step_times import timed_communication
 from onecurve.parallel.gather import all_gather_into
 from onecurve.patches.torch import foreach_add_
 

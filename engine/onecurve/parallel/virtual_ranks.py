@@ -21,7 +21,7 @@ from onecurve.data.batch import StepPart
 from onecurve.errors import UserError
 from onecurve.network.compilation import constant
 from onecurve.network.tensors import to_local, upcast_half
-from onecurve.observe.recording import timed_communication
+from onecurve.observe.step_times import timed_communication
 from onecurve.parallel.tree_sum import TreeSum, sum_over_ranks
 
 

@@ -1,4 +1,4 @@
-"""A rank's process: who started it, its log, its memory, and the timeouts and the end of its process groups."""
+"""A process that is a rank: its log, its memory, and the timeouts and the end of its process groups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from onecurve.errors import UserError, in_python
 from onecurve.patches.torch import set_timeout_of_all_groups
-from onecurve.process.ranks import launcher
+from onecurve.process.launcher import launcher
 from onecurve.process.signals import Stopped
 
 if TYPE_CHECKING:

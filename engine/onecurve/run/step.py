@@ -24,7 +24,7 @@ from torch.optim import LBFGS
 
 from onecurve.data.batch import StepPart, join
 from onecurve.errors import UserError
-from onecurve.observe.recording import timed_computation
+from onecurve.observe.step_times import timed_computation
 from onecurve.observe.steps import is_log_point
 from onecurve.parallel.batch_norm import grouped_norms
 from onecurve.parallel.gather import collectives_replaced

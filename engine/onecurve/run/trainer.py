@@ -45,8 +45,8 @@ from onecurve.run.arguments import (
 )
 from onecurve.run.bit_exact import BitExactness
 from onecurve.run.checkpoint import LastCheckpoint, LateSaves, check_overwrites_nothing, find_checkpoint, monitoring
-from onecurve.run.division import DivisionCheck
 from onecurve.run.known_errors import translated_errors
+from onecurve.run.loss_check import DivisionCheck
 from onecurve.run.metric_states import MetricStates, VirtualMetrics
 from onecurve.run.metric_sync import MetricSync
 from onecurve.run.predictions import PredictedSamples

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from onecurve.observe import throughput as module
-from onecurve.observe.recording import RecordedStep
+from onecurve.observe.step_times import RecordedStep
 from onecurve.observe.throughput import Throughput, flops_per_sample, peak_flops, slowest_rank
 from onecurve.observe.timeline import Timeline
 

@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 
-from onecurve.observe.recording import (
+from onecurve.observe.step_times import (
     COMMUNICATION,
     StepRecording,
     current_recording,
@@ -94,7 +94,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in ("onecurve.observe.recording", "onecurve.observe.timeline"):
+    for module in ("onecurve.observe.step_times", "onecurve.observe.timeline"):
         monkeypatch.setattr(f"{module}.time", clock)
     return clock
 
@@ -260,7 +260,7 @@ def fit_slow(cfg: Any, place: str, rank: int) -> list[str]:
     clock = RankClock()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("onecurve.observe.recording", "onecurve.observe.timeline"):
+            for name in ("onecurve.observe.step_times", "onecurve.observe.timeline"):
                 patch.setattr(f"{name}.time", clock)
             trainer, module, data = assemble(cfg)
             clock.is_waiting = trainer.global_rank != rank

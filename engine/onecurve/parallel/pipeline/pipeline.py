@@ -25,7 +25,7 @@ from torch.optim import LBFGS, Optimizer
 from onecurve.data.batch import Batch
 from onecurve.errors import UserError, check_choice
 from onecurve.network.module_state import without_log
-from onecurve.observe.recording import timed_communication, timed_computation
+from onecurve.observe.step_times import timed_communication, timed_computation
 from onecurve.observe.steps import is_compared_step
 from onecurve.parallel.gradients import average_over, clip_by_norm_over
 from onecurve.parallel.pipeline.blocks import Block, constants, ordered_blocks

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from onecurve.errors import UserError
 from onecurve.network.tensors import memory_format_of
-from onecurve.observe.recording import pipeline_pass
+from onecurve.observe.step_times import pipeline_pass
 from onecurve.parallel.pipeline.blocks import Block
 from onecurve.parallel.sharded_state import prepare_to_shard
 from onecurve.parallel.virtual_ranks import PassSums

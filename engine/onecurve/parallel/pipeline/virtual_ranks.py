@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from onecurve.data.batch import StepPart
-from onecurve.observe.recording import timed_communication
+from onecurve.observe.step_times import timed_communication
 from onecurve.parallel.pipeline.rehearsal import input_of_network
 from onecurve.parallel.virtual_ranks import VirtualRanks
 from onecurve.random.random_functions import sample_random

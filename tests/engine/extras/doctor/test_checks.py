@@ -60,7 +60,7 @@ VECTORS += ["+module._target_=tests.support.habits.Vectors"]
         ("numpy_mixup", r"error: .* draws numbers of NumPy or Python for each sample, .* Set bit_exact=true"),
     ],
 )
-def test_division(kind: str, message: str, folder: Path) -> None:
+def test_loss_check(kind: str, message: str, folder: Path) -> None:
     assert re.match(message, finding("division", cfg=compose(folder, *VECTORS, f"+module.kind={kind}")))
     assert not folder.exists()
 

@@ -1,4 +1,4 @@
-"""Which rank this process is: the one reader of the variables that torchrun and srun set for the ranks they start."""
+"""Who started this process, and as which rank: the one reader of the variables that torchrun and srun set."""
 
 import os
 
