@@ -32,13 +32,14 @@ _WAY_OUT = (
     "samples, or train undivided: on one device, with trainer.accumulate_grad_batches=1"
 )
 _DRAWS = 3  # of samples, after the first step
+_REDUCTIONS: dict[str, Callable[..., Any]] = {"sum": sum, "max": max, "min": min}  # of `self.log`, besides the mean
 _LOSS = "the loss that training_step returns"  # beside the names of what it logs
 
 
 class _Pass(NamedTuple):
     """What a step computed of some samples."""
 
-    values: dict[str, tuple[float, int]]  # the loss, or what was logged, each with its weight in a mean
+    values: dict[str, tuple[float, int, str]]  # the loss, or what was logged, with weight and name of its reduction
     states: Any  # of NumPy's and Python's generators after it
 
 
@@ -47,11 +48,11 @@ class DivisionCheck(L.Callback):
 
     It compares the loss of some samples with the mean of those of their halves, in evaluation mode and without
     gradients. It does the same with the numbers that `validation_step` logs for the first loader, and warns of one that
-    is no mean over samples. Halves may agree by chance, such as those with as many samples of a class or of the same
-    padded length, and so other samples follow. All ranks take the same ones, and so come to the same result. A module
-    that takes weighted batches is not checked; nor is one that communicates itself, as by a contrastive loss over the
-    samples of all ranks, or raises an error in evaluation mode, of which a warning tells; nor is a pipeline, which
-    checks its losses itself.
+    is no mean over samples, nor the sum or extremum as which it is logged. Halves may agree by chance, such as those
+    with as many samples of a class or of the same padded length, and so other samples follow. All ranks take the same
+    ones, and so come to the same result. A module that takes weighted batches is not checked; nor is one that
+    communicates itself, as by a contrastive loss over the samples of all ranks, or raises an error in evaluation mode,
+    of which a warning tells; nor is a pipeline, which checks its losses itself.
     """
 
     is_always_due = False  # also if nothing is divided, as `doctor=true` checks
@@ -103,8 +104,8 @@ class DivisionCheck(L.Callback):
         if not _are_close(whole, halves, _LOSS, _tolerance(module)):
             raise UserError(
                 f"{type(module).__name__}.training_step does not divide by samples: the loss of {count} samples is "
-                f"{whole.values[_LOSS][0]:.6g}, and the mean of those of their halves {_mean(halves, _LOSS):.6g}, as "
-                "with class weights, padding without a mask, or a loss that compares samples. So each number of "
+                f"{whole.values[_LOSS][0]:.6g}, and the mean of those of their halves {_reduced(halves, _LOSS):.6g}, "
+                "as with class weights, padding without a mask, or a loss that compares samples. So each number of "
                 f"processes or micro-batches is another experiment. {_WAY_OUT}"
             )
         self.result = f"the loss of {count} samples is the mean of those of their halves"
@@ -119,7 +120,7 @@ class DivisionCheck(L.Callback):
         self._warn_of_others(trainer.lightning_module, passes, count)
 
     def _warn_of_others(self, module: L.LightningModule, passes: list[_Pass], count: int) -> None:
-        """Name what the step logs and is no mean over samples."""
+        """Name what the step logs and is not that of the samples together."""
         *halves, whole = passes
         tolerance = max(_tolerance(module), _TOLERANCES[torch.float32])  # metrics may be float32
         rounded = 2 / count if tolerance == _OTHER_TOLERANCE else 0.0  # a class of some samples may be another
@@ -128,15 +129,18 @@ class DivisionCheck(L.Callback):
             if not _are_close(whole, halves, name, tolerance, rounded):
                 self._warned.add(name)
                 _log.warning(
-                    "%s is no mean over samples: of %d samples it is %.6g, and the mean of their halves %.6g. So it "
+                    "%s is no %s over samples: of %d samples it is %.6g, and the %s of their halves %.6g. So it "
                     "differs between numbers of processes: log a metric of torchmetrics, a sum with reduce_fx='sum', "
                     "give `self.log` the number of what is averaged as its batch_size, or set bit_exact=true",
-                    *(name, count, whole.values[name][0], _mean(halves, name)),
+                    *(name, kind := whole.values[name][2], count, whole.values[name][0], kind, _reduced(halves, name)),
                 )
 
 
-def _mean(passes: list[_Pass], name: str) -> float:
-    values, weights = zip(*(each.values[name] for each in passes), strict=True)
+def _reduced(passes: list[_Pass], name: str) -> float:
+    """Return the mean, sum or extremum of the values of several passes."""
+    values, weights, (kind, *_) = zip(*(each.values[name] for each in passes), strict=True)
+    if kind != "mean":
+        return float(_REDUCTIONS[kind](values))
     return float(np.average(values, weights=weights)) if any(weights) else np.nan
 
 
@@ -147,11 +151,11 @@ def _tolerance(module: L.LightningModule) -> float:
 
 
 def _are_close(whole: _Pass, halves: list[_Pass], name: str, tolerance: float, rounded: float = 0.0) -> bool:
-    """Compare a number with the mean of the halves, up to a relative tolerance and what may be `rounded` besides."""
+    """Compare a number with that of the halves, up to a relative tolerance and what may be `rounded` besides."""
     sizes = [abs(each.values[name][0]) for each in (whole, *halves)]
     if not np.isfinite(sizes).all():  # such as the mean of a class that a half does not have
         return True
-    return not abs(_mean(halves, name) - whole.values[name][0]) > tolerance * max(*sizes, 0.1) + rounded
+    return not abs(_reduced(halves, name) - whole.values[name][0]) > tolerance * max(*sizes, 0.1) + rounded
 
 
 def _passes(trainer: Any, step: str, first: int, count: int) -> list[_Pass] | str:
@@ -187,21 +191,22 @@ def _pass(trainer: Any, step: str, batch: StepParts, samples: int) -> _Pass:
     # The type of new tensors is that of the step. Autocast would round, and halves would differ from the whole.
     with nullcontext() if isinstance(plugin, MixedPrecision) else plugin.forward_context():
         output = getattr(module, step)(batch, 0, *([0] if several else []))
-    values = dict(_logged_means(module.log.call_args_list, samples))
+    values = dict(_logged_numbers(module.log.call_args_list, samples))
     if step == "training_step":
         loss = output["loss"] if isinstance(output, Mapping) else output
-        values[_LOSS] = (float(loss), samples)
+        values[_LOSS] = (float(loss), samples, "mean")
     return _Pass(values, [random.getstate(), np.random.get_state()])
 
 
-def _logged_means(calls: list[Any], samples: int) -> Iterator[tuple[str, tuple[float, int]]]:
-    """Yield the numbers of which Lightning makes a mean, each with its weight there; a metric has sums of its own."""
+def _logged_numbers(calls: list[Any], samples: int) -> Iterator[tuple[str, tuple[float, int, str]]]:
+    """Yield the numbers that Lightning reduces, each with its weight in a mean; a metric has sums of its own."""
     for call in calls:
         arguments = signature(L.LightningModule.log).bind(None, *call.args, **call.kwargs).arguments
-        value, is_mean = arguments["value"], arguments.get("reduce_fx", "mean") in ("mean", torch.mean)
-        if isinstance(value, float | int | Tensor) and is_mean:
+        value, reduction = arguments["value"], arguments.get("reduce_fx", "mean")
+        kind = getattr(reduction, "__name__", reduction)  # of a function of torch, or its name
+        if isinstance(value, float | int | Tensor) and (kind == "mean" or kind in _REDUCTIONS):
             size = arguments.get("batch_size")
-            yield arguments["name"], (float(value), samples if size is None else int(size))
+            yield arguments["name"], (float(value), samples if size is None else int(size), kind)
 
 
 @contextmanager

@@ -287,18 +287,22 @@ class Evaluates(Vectors):
 
 
 class CountsInTraining(Vectors):
-    """Logs a number of samples as if it were a mean, and a mean."""
+    """Logs a number of samples as if it were a mean, a mean as if it were a sum, and both as what they are."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         is_first = (batch[1] == 0).double()
         self.log_dict({"number": is_first.sum(), "share": is_first.mean()}, sync_dist=True)
+        self.log("right", is_first.sum(), sync_dist=True, reduce_fx="sum")
+        self.log("doubled", is_first.mean(), sync_dist=True, reduce_fx=torch.sum)
+        self.log("most", is_first.max(), sync_dist=True, reduce_fx="max")
+        self.log("most_of_mean", batch[0].mean(), sync_dist=True, reduce_fx="max")
         return super().training_step(batch, batch_idx)
 
 
 def test_a_number_of_training_that_is_no_mean_is_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(compose(folder, *OWN, f"+module._target_={__name__}.CountsInTraining", "trainer.accumulate_grad_batches=2"))
-    lines = [line for line in caplog.messages if "no mean over samples" in line]
-    assert [line.partition(" ")[0] for line in lines] == ["number"]
+    lines = [line.partition(" over samples")[0] for line in caplog.messages if " over samples" in line]
+    assert sorted(lines) == ["doubled is no sum", "most_of_mean is no max", "number is no mean"]
 
 
 def test_a_metric_that_is_no_mean_over_samples_is_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
