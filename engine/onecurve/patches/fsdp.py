@@ -30,6 +30,7 @@ def let_data_write_shards() -> None:
 
 
 def _write(weight: DTensor, value: Tensor) -> None:
+    """Write a value into a sharded weight, which every rank must do."""
     with torch.no_grad():
         if not isinstance(value, DTensor):  # the whole tensor, which every rank has
             value = distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)

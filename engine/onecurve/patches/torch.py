@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
@@ -65,6 +66,16 @@ def attention_weights(query: Tensor, key: Tensor, value: Tensor, *args: Any, **o
 def storage_id(storage: torch.UntypedStorage) -> int:
     """Return a number that tells the memory of fake tensors apart, whose `data_ptr` is 0."""
     return storage._cdata
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a part of a module is compiled: by its own method, as a whole, or its `forward`."""
+    return any(
+        isinstance(part, OptimizedModule)
+        or part._compiled_call_impl is not None
+        or hasattr(part.forward, "_torchdynamo_orig_callable")
+        for part in module.modules()
+    )
 
 
 def compiler_options() -> list[str]:

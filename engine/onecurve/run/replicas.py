@@ -19,7 +19,7 @@ from onecurve.network.module_state import attributes
 from onecurve.network.tensors import to_local
 from onecurve.observe.steps import is_log_point, trained_steps
 from onecurve.parallel.gather import gather_objects
-from onecurve.patches.torch import AnyBatchNorm
+from onecurve.patches.torch import AnyBatchNorm, is_compiled
 from onecurve.random.seeding import are_equal
 
 _log = logging.getLogger(__name__)
@@ -137,11 +137,15 @@ def bits(values: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in values.items():
         if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.layout is torch.strided:
-            flat = value.detach().flatten()
-            value = int(flat.view(_INTEGERS.get(flat.element_size(), torch.int64)).sum())
+            value = int(_sum_of_bits(value))
         if not isinstance(value, Tensor):
             found[name] = value
     return found
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().flatten()
+    return flat.view(_INTEGERS.get(flat.element_size(), torch.int64)).sum()
 
 
 def _hash(value: Any) -> int:
@@ -151,14 +155,15 @@ def _hash(value: Any) -> int:
 class GatheredWeightCheck(L.Callback):
     """Refuses a layer whose forward pass writes into a weight that FSDP has gathered, which it frees afterwards.
 
-    It compares sums of the bits of the weights before and after each forward pass of the first step of a run.
+    It compares sums of the bits of the weights before and after each forward pass of the first step of a run. A network
+    with compiled layers is not checked: hooks would divide its graph, and without them it would be compiled again.
     """
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._is_due, self._handles = True, list[Any]()
-        self._before: dict[str, Any] = {}
-        self._written: set[str] = set()
-        for prefix, part in pl_module.named_modules():
+        self._before: dict[str, Tensor] = {}
+        self._sums: list[tuple[str, Tensor, Tensor]] = []  # of each weight in each pass, which the host reads at once
+        for prefix, part in [] if is_compiled(pl_module) else pl_module.named_modules():
             names = [name for name, weight in part.named_parameters(recurse=False) if isinstance(weight, DTensor)]
             if names:
                 self._handles.append(part.register_forward_pre_hook(partial(self._keep, prefix, names)))
@@ -166,21 +171,25 @@ class GatheredWeightCheck(L.Callback):
                 self._handles.append(part.register_forward_hook(partial(self._compare, prefix, names), prepend=True))
 
     def _keep(self, prefix: str, names: list[str], part: nn.Module, *_: Any) -> None:
-        self._before |= bits({f"{prefix}.{name}": to_local(getattr(part, name)) for name in names})
+        self._before |= {f"{prefix}.{name}": _sum_of_bits(to_local(getattr(part, name))) for name in names}
 
     def _compare(self, prefix: str, names: list[str], part: nn.Module, *_: Any) -> None:
-        now = bits({f"{prefix}.{name}": to_local(getattr(part, name)) for name in names})
-        kinds = {f"{prefix}.{name}": "trained" if getattr(part, name).requires_grad else "frozen" for name in names}
-        self._written |= {f"{kinds[name]} weight {name}" for name in now if now[name] != self._before[name]}
+        for name in names:
+            weight, path = getattr(part, name), f"{prefix}.{name}"
+            text = f"{'trained' if weight.requires_grad else 'frozen'} weight {path}"
+            self._sums.append((text, self._before[path], _sum_of_bits(to_local(weight))))
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if not self._is_due:
-            return
-        self._is_due = False
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
+        if not self._is_due or not is_log_point(trainer, trained_steps(trainer)):  # elsewhere the host need not wait
+            return
+        self._is_due = False
+        sums = torch.stack([torch.stack(pair) for _, *pair in self._sums]).cpu().tolist() if self._sums else []
+        own = {name for (name, *_), (before, after) in zip(self._sums, sums, strict=True) if before != after}
         # Also of ranks whose stage of a pipeline has no such weight.
-        for name in sorted(set().union(*gather_objects(self._written))):
+        for name in sorted(set().union(*gather_objects(own))):
             raise UserError(
                 f"the forward pass writes into the {name}, which strategy=fsdp gathers for it and then frees, so that "
                 "the new value is lost: register it as a buffer, or give it its first value before the run"

@@ -224,7 +224,6 @@ def _broken_fit(cfg: DictConfig, sabotage: Callable[[DictConfig, int], Any]) -> 
         (_break_epochs, 2, []),
         (_break_groups, 2, []),
         (_break_running_statistics, 2, ["trainer.accumulate_grad_batches=2"]),
-        (_break_averaging, 2, []),
         (_break_shares, 3, []),
     ],
 )
@@ -241,6 +240,12 @@ def test_detects_broken_runs(
     world = ["strategy=ddp", f"trainer.devices={devices}", *options]
     for record in pool.run(devices, _broken_fit, compose(folder, *small, *SHORT_RUN, *world), sabotage):
         assert max(distances(record, reference)) > 1000 * TOLERANCE
+
+
+def test_refuses_gradients_that_ranks_do_not_average(pool: Pool, small: list[str], folder: Path) -> None:
+    cfg = compose(folder, *small, *SHORT_RUN, "strategy=ddp", "trainer.devices=2")
+    with pytest.raises(RankFailed, match=r"net\.head\.2\.bias differs between the ranks"):
+        pool.run(2, _broken_fit, cfg, _break_averaging)
 
 
 def test_refuses_the_split_of_another_seed(pool: Pool, small: list[str], folder: Path) -> None:
