@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import BaseFinetuning, LearningRateMonitor, ModelCheckpoint, ModelPruning
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,6 +13,7 @@ from onecurve.checkpoint.io import is_plain
 from onecurve.checkpoint.optimizer_state import add_saved_groups, name_parameters, shard
 from onecurve.errors import UserError
 from onecurve.network.module_state import attributes
+from onecurve.network.object_state import is_same
 from onecurve.patches.lightning_loops import set_progress, set_steps_of_loggers
 
 _log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class ExactResumption(L.Callback):
             for name, value in found.items()
             if is_plain(value)
             and not (isinstance(value, Tensor) and value.requires_grad)
-            and (name in self._restored or not _is_same(value, before.get(name)))
+            and (name in self._restored or not is_same(value, before.get(name)))
         }
 
     def _position(self, trainer: L.Trainer) -> dict[str, Any]:
@@ -195,12 +195,6 @@ def _callbacks(trainer: L.Trainer) -> dict[str, L.Callback]:
     own = [one for one in plain if not type(one).__module__.startswith(("lightning.", "onecurve."))]
     classes = [type(one) for one in own]
     return {f"callback {one.state_key}": one for one in own if classes.count(type(one)) == 1}
-
-
-def _is_same(value: Any, before: Any) -> bool:
-    if not isinstance(value, Tensor) or not isinstance(before, Tensor):
-        return type(value) is type(before) and value == before
-    return (value.shape, value.dtype) == (before.shape, before.dtype) and torch.equal(value, before.to(value.device))
 
 
 def _rewind(loops: dict[str, Any], epoch: int, step: int, total: int) -> None:

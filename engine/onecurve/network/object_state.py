@@ -75,6 +75,19 @@ class Snapshot:
             self._restores.append(restore)
 
 
+def is_same(value: Any, before: Any) -> bool:
+    """Compare two numbers, arrays or tensors; NaN is the same as NaN."""
+    if isinstance(value, Tensor) and isinstance(before, Tensor):
+        if value.shape != before.shape:
+            return False
+        before = before.to(value.device)
+        return bool(((value == before) | ((value != value) & (before != before))).all())
+    if isinstance(value, np.ndarray) and isinstance(before, np.ndarray):
+        return np.array_equal(value, before, equal_nan=True)
+    are_numbers = not any(isinstance(one, Tensor | np.ndarray) for one in (value, before))
+    return are_numbers and (value == before or (value != value and before != before))
+
+
 def leaves_of(value: Any) -> Iterator[Any]:
     """Yield the numbers, arrays and tensors that an object holds, but for weights; a generator holds its state."""
     queue, seen, size = deque([value]), dict[int, Any](), 0

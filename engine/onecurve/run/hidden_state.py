@@ -4,13 +4,12 @@ import copy
 import logging
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from onecurve.errors import UserError
 from onecurve.network.module_state import all_attributes
-from onecurve.network.object_state import leaves_of
+from onecurve.network.object_state import is_same, leaves_of
 from onecurve.network.tensors import to_local
 from onecurve.random.seeding import are_equal
 
@@ -104,13 +103,4 @@ def _are_same(values: list[Any], before: list[Any] | None) -> bool:
     """Compare what an attribute holds: as of a list that a step appends to, its first values count, which are known."""
     if before is None:
         return not values
-    return len(values) >= len(before) and all(map(_is_same, values, before))
-
-
-def _is_same(value: Any, before: Any) -> bool:
-    if isinstance(value, Tensor):
-        return isinstance(before, Tensor) and are_equal(value, before)
-    if isinstance(value, np.ndarray):
-        return isinstance(before, np.ndarray) and np.array_equal(value, before, equal_nan=True)
-    is_number = not isinstance(before, Tensor | np.ndarray)
-    return is_number and (value == before or (value != value and before != before))  # NaN is equal to NaN
+    return len(values) >= len(before) and all(map(is_same, values, before))
