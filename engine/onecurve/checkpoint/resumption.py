@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
+import numpy as np
 from lightning.pytorch.callbacks import BaseFinetuning, LearningRateMonitor, ModelCheckpoint, ModelPruning
 from torch import Tensor
 from torch.optim import Optimizer
 
-from onecurve.checkpoint.io import is_plain
 from onecurve.checkpoint.optimizer_state import add_saved_groups, name_parameters, shard
 from onecurve.errors import UserError
 from onecurve.network.module_state import attributes
-from onecurve.network.object_state import is_same
+from onecurve.network.object_state import is_dense, is_same
 from onecurve.patches.lightning_loops import set_progress, set_steps_of_loggers
 
 _log = logging.getLogger(__name__)
@@ -83,7 +83,10 @@ class ExactResumption(L.Callback):
         for name, value in self._attributes.items():
             path, _, key = name.rpartition(".")
             if path in parts:  # edited code may have another
-                vars(parts[path]).update({key: value.to(module.device) if isinstance(value, Tensor) else value})
+                own = vars(parts[path])
+                present = own.get(key)
+                device = present.device if isinstance(present, Tensor) else module.device
+                own |= {key: value.to(device) if isinstance(value, Tensor) else value}
         self._restored |= self._attributes.keys()
         self._attributes = {}
 
@@ -106,16 +109,12 @@ class ExactResumption(L.Callback):
         checkpoint["attributes"] = self._trained_attributes(trainer, pl_module) | self._attributes
 
     def _trained_attributes(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
-        """Return the attributes that training has changed; one with a gradient belongs to a step."""
+        """Return the attributes that training has changed, in CPU memory."""
         before = self._untrained or {}
         found = {} if self._untrained is None else _attributes(trainer, module)
-        return {
-            name: value
-            for name, value in found.items()
-            if is_plain(value)
-            and not (isinstance(value, Tensor) and value.requires_grad)
-            and (name in self._restored or not is_same(value, before.get(name)))
-        }
+        changed = {name for name, value in found.items() if name not in before or not is_same(value, before[name])}
+        kept = {name: found[name] for name in found if name in changed | self._restored}
+        return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in kept.items()}
 
     def _position(self, trainer: L.Trainer) -> dict[str, Any]:
         """Return the epoch in which the next step is, the steps that it has had, and those of the run."""
@@ -179,22 +178,32 @@ def _requires_grad(module: L.LightningModule) -> dict[str, bool]:
 
 
 def _attributes(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
-    """Return the numbers and tensors that are attributes of modules and callbacks, by name."""
-    of_callbacks = {
-        f"{name}.{key}": value for name, one in _callbacks(trainer).items() for key, value in vars(one).items()
-    }
-    return attributes(module) | {
-        name: value for name, value in of_callbacks.items() if isinstance(value, int | float | Tensor)
-    }
+    """Return the numbers and tensors that are attributes of modules and callbacks, by name.
+
+    A tensor with a gradient belongs to a step.
+    """
+    found = attributes(module)
+    for path, callback in _callbacks(trainer).items():
+        found |= {f"{path}.{key}": value for key, value in vars(callback).items()}
+    found = {name: value.item() if isinstance(value, np.generic) else value for name, value in found.items()}
+    numbers = {name: value for name, value in found.items() if type(value) in (bool, int, float)}
+    tensors = {name: value for name, value in found.items() if type(value) is Tensor and not value.requires_grad}
+    return numbers | {name: tensor for name, tensor in tensors.items() if is_dense(tensor)}
 
 
 def _callbacks(trainer: L.Trainer) -> dict[str, L.Callback]:
     """Return the user's callbacks that have no state of their own; of a class with several, none."""
     callbacks: list[L.Callback] = cast(Any, trainer).callbacks
     plain = [one for one in callbacks if type(one).state_dict is L.Callback.state_dict]
-    own = [one for one in plain if not type(one).__module__.startswith(("lightning.", "onecurve."))]
+    # Not one that inherits from a callback of Lightning, as a progress bar, which has numbers of its process.
+    own = [one for one in plain if _bases(one) == [L.Callback]]
     classes = [type(one) for one in own]
     return {f"callback {one.state_key}": one for one in own if classes.count(type(one)) == 1}
+
+
+def _bases(callback: L.Callback) -> list[type]:
+    """Return the classes of Lightning and of this library that a callback inherits from, its own among them."""
+    return [part for part in type(callback).__mro__ if part.__module__.startswith(("lightning.", "onecurve."))]
 
 
 def _rewind(loops: dict[str, Any], epoch: int, step: int, total: int) -> None:

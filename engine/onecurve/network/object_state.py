@@ -96,8 +96,8 @@ def leaves_of(value: Any) -> Iterator[Any]:
         if isinstance(value, int | float | complex | np.number):
             yield value
         elif isinstance(value, Tensor | np.ndarray):
-            size += value.nbytes
-            is_state = value.dtype.kind in "biufc" if isinstance(value, np.ndarray) else _is_dense(value)
+            is_state = value.dtype.kind in "biufc" if isinstance(value, np.ndarray) else is_dense(value)
+            size += value.nbytes if is_state else 0
             if is_state and size <= _MOST_BYTES and not isinstance(value, nn.Parameter):
                 yield value
         elif id(value) not in seen:
@@ -147,13 +147,14 @@ def _restore_of_array(value: Any) -> Restore | None:
 @torch.no_grad()
 def restore_of_tensor(tensor: Tensor) -> Restore | None:
     """Return a function that gives a tensor its values back, and its memory after `tensor.data = ...`."""
-    if not _is_dense(tensor):
+    if not is_dense(tensor):
         return None
     data = to_local(tensor).detach()
     return partial(_restore_tensor, tensor, data, data.clone())
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor has elements in memory, one after the other."""
     return not (is_lazy(tensor) or tensor.is_meta or tensor.is_nested) and tensor.layout is torch.strided
 
 

@@ -125,6 +125,9 @@ class ShardedStateStrategy(ModelParallelStrategy):
                 merged[section] = with_versions(self._gather_by_name(checkpoint[section]), self._versions)
         if "requires_grad" in checkpoint:
             merged["requires_grad"] = self._gather_by_name(checkpoint["requires_grad"])
+        if "attributes" in checkpoint:  # those of the layers of other stages; of a shared one rank zero's
+            parts = self.gather_state(checkpoint["attributes"])
+            merged["attributes"] = {name: value for part in reversed(parts) for name, value in part.items()}
         if "optimizer_states" in checkpoint:
             states = [self.gather_state(state) for state in checkpoint["optimizer_states"]]
             merged["optimizer_states"] = [merge(parts, self._full_names) for parts in states]

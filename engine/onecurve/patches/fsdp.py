@@ -1,5 +1,6 @@
 """Private names of FSDP2 in torch 2.13."""
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 def communication_in(wrap: Callable[[Any], Any]) -> AbstractContextManager[Any]:
@@ -25,13 +27,27 @@ def let_data_write_shards() -> None:
     """Let `weight.data = value` write a sharded weight, as many moving averages do; torch ignores it in silence.
 
     The attribute is that of a tensor without elements, beside the shard (torch/csrc/autograd/python_variable.cpp).
+    FSDP keeps the memory of the shard, so it gets the values; what `weight.data` returned before keeps the old ones.
     """
-    DTensor.data = property(Tensor.data.__get__, _write)  # type: ignore[assignment]
+    DTensor.data = property(_read, _write)  # type: ignore[assignment]
+
+
+_returned = WeakIdKeyDictionary()  # by weight: references to what its attribute has returned
+
+
+def _read(weight: DTensor) -> Tensor:
+    """Return a tensor with the memory of a weight."""
+    found = Tensor.data.__get__(weight)
+    _returned[weight] = [one for one in _returned.get(weight, []) if one() is not None] + [weakref.ref(found)]
+    return found
 
 
 def _write(weight: DTensor, value: Tensor) -> None:
     """Write a value into a sharded weight, which every rank must do."""
     with torch.no_grad():
         if not isinstance(value, DTensor):  # the whole tensor, which every rank has
-            value = distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
+            value = distribute_tensor(value.detach(), weight.device_mesh, weight.placements, src_data_rank=None)
+        for earlier in [one() for one in _returned.pop(weight, [])]:
+            if earlier is not None:
+                earlier._local_tensor = earlier._local_tensor.clone()
         weight.copy_(value)

@@ -126,7 +126,8 @@ class DivisionCheck(L.Callback):
         rounded = 2 / count if tolerance == _OTHER_TOLERANCE else 0.0  # a class of some samples may be another
         shared = whole.values.keys() & halves[0].values.keys() & halves[1].values.keys()
         for name in sorted(shared - self._warned - {_LOSS}):
-            if not _are_close(whole, halves, name, tolerance, rounded):
+            parts = count if whole.values[name][2] == "sum" else 1
+            if not _are_close(whole, halves, name, tolerance, rounded * parts):
                 self._warned.add(name)
                 _log.warning(
                     "%s is no %s over samples: of %d samples it is %.6g, and the %s of their halves %.6g. So it "

@@ -49,11 +49,11 @@ class PreemptionHandler(L.Callback):
     on_exception = teardown
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, _: Any, batch_idx: int) -> None:
-        """Save and stop before a step, because the previous step and its validation are then logged."""
+        """Stop or save before a step, because the previous step and its validation are then logged."""
+        self._stop_if_requested(trainer, should_save=True)
         for one in trainer.checkpoint_callbacks:
             if isinstance(one, LastCheckpoint):
                 one.save_if_due(trainer)
-        self._stop_if_requested(trainer, should_save=True)
 
     def on_test_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0

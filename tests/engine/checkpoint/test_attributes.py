@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor, nn
 
 from tests.support.comparison import TOLERANCE, relative
@@ -35,6 +37,7 @@ class Anneals(L.LightningModule):
         self.net = nn.Linear(16, 3)
         self.steps = self.epochs = self.steps_of_epoch = 0
         self.mean, self.scale, self.rank, self.beta = 0.0, scale, 0, 0.0
+        self.identity = torch.eye(3).to_sparse()
 
     def on_fit_start(self) -> None:
         self.rank = self.global_rank
@@ -53,7 +56,7 @@ class Anneals(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.steps, self.steps_of_epoch = self.steps + 1, self.steps_of_epoch + 1
-        self.mean = 0.9 * self.mean + 0.1 * self.epochs
+        self.mean = 0.9 * self.mean + np.float64(0.1) * self.epochs
         self.center = self.center + torch.tensor([0.1, 0.0, -0.1]) * self.steps
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -80,6 +83,55 @@ def test_resumed_and_undisturbed_runs_agree(hardware: str, place: str, pool: Poo
     resumed = compose(folder / "run", *words, f"ckpt_path={folder}/run/died.ckpt")
     for record in run_on_ranks(pool, devices, fit, resumed):
         assert all(relative(record.final[name], value) < TOLERANCE for name, value in whole.final.items())
+
+
+class Scaled(nn.Linear):
+    """A layer with a factor, which a hook of the module changes."""
+
+    factor = 1.0
+
+
+class Stages(L.LightningModule):
+    """Counts in an attribute of each layer, which a pipeline divides into stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(Scaled(16, 16), nn.ReLU(), Scaled(16, 3))
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(outputs, batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self.net(batch[0]), batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for layer in self.net.modules():
+            if isinstance(layer, Scaled):
+                layer.factor = layer.factor + 1
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.5)
+
+
+class Bar(TQDMProgressBar):
+    """A user's progress bar, whose numbers are those of its process."""
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.drawn = 1 + getattr(self, "drawn", 0)
+        super().on_train_batch_start(*args)
+
+
+def test_a_checkpoint_has_the_attributes_of_all_stages(pool: Pool, folder: Path) -> None:
+    words = [word for word in OWN if "_target_=" + __name__ not in word]
+    words += [f"+module._target_={__name__}.Stages", "strategy=pipeline", "trainer.devices=2"]
+    run_on_ranks(pool, 2, die, compose(folder, *words), "on_train_batch_start", 6)
+    saved = torch.load(folder / "died.ckpt")["attributes"]
+    assert saved == {"net.0.factor": 7.0, "net.2.factor": 7.0}
+
+
+def test_numbers_of_a_progress_bar_are_not_saved(folder: Path) -> None:
+    die(compose(folder, *OWN, f"+callbacks.bar._target_={__name__}.Bar"), "on_train_batch_start", 6)
+    assert not [name for name in torch.load(folder / "died.ckpt")["attributes"] if "Bar" in name]
 
 
 def test_last_checkpoint_is_saved_before_callbacks_begin_the_next_step(folder: Path) -> None:

@@ -41,6 +41,16 @@ class SelfDistilling(Vectors):
         (*_, bias) = self.teacher.parameters()
         bias.data = torch.full(bias.shape, 0.01 * batch_idx, dtype=bias.dtype)
 
+    def on_validation_start(self) -> None:
+        """Validate with the weights of the teacher."""
+        self.own = [weight.data for weight in self.net.parameters()]
+        for student, teacher in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
+            student.data = teacher.data.clone()
+
+    def on_validation_end(self) -> None:
+        for weight, data in zip(self.net.parameters(), self.own, strict=True):
+            weight.data = data
+
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_learns_the_same_on_ranks(strategy: str, pool: Pool, folder: Path) -> None:
