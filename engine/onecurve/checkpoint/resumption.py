@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import lightning as L
 import numpy as np
+import torch.distributed as dist
 from lightning.pytorch.callbacks import BaseFinetuning, LearningRateMonitor, ModelCheckpoint, ModelPruning
 from torch import Tensor
 from torch.optim import Optimizer
@@ -31,7 +32,7 @@ class ExactResumption(L.Callback):
       they come to the same epoch.
     - Numbers and tensors in attributes that change in training, such as a count of the steps, go on from rank zero's:
       those of modules, and of callbacks without a `state_dict`. What is set before the first epoch is not restored, as
-      a rank or an option.
+      an option; nor are numbers that the ranks have different, as the seed of a rank.
     - Checkpoint callbacks keep their scores, also in a folder that was moved. Lightning's ModelCheckpoint discards them
       if its absolute path has changed, and then replaces the best checkpoint by a worse one; it saves `current_score`
       but does not restore it. (`ModelCheckpoint.load_state_dict`,
@@ -79,10 +80,14 @@ class ExactResumption(L.Callback):
         self._restore_attributes(trainer, pl_module)
 
     def _restore_attributes(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        parts = {**dict(module.named_modules()), **_callbacks(trainer)} if self._attributes else {}
+        """Restore those of a checkpoint, once. Every rank must call it."""
+        if not self._attributes:
+            return
+        parts = {**dict(module.named_modules()), **_callbacks(trainer)}
+        of_ranks = _names_of_different_numbers(_attributes(trainer, module))
         for name, value in self._attributes.items():
             path, _, key = name.rpartition(".")
-            if path in parts:  # edited code may have another
+            if path in parts and name not in of_ranks:  # edited code may have another path
                 own = vars(parts[path])
                 present = own.get(key)
                 device = present.device if isinstance(present, Tensor) else module.device
@@ -199,6 +204,16 @@ def _callbacks(trainer: L.Trainer) -> dict[str, L.Callback]:
     own = [one for one in plain if _bases(one) == [L.Callback]]
     classes = [type(one) for one in own]
     return {f"callback {one.state_key}": one for one in own if classes.count(type(one)) == 1}
+
+
+def _names_of_different_numbers(found: dict[str, Any]) -> set[str]:
+    """Return the names of the numbers that hooks have set to another value on each rank, such as a rank's seed."""
+    numbers = {name: value for name, value in found.items() if not isinstance(value, Tensor)}
+    ranks = [numbers]
+    if dist.is_initialized():
+        ranks *= dist.get_world_size()
+        dist.all_gather_object(ranks, numbers)
+    return {name for name in numbers if len({repr(rank[name]) for rank in ranks if name in rank}) > 1}
 
 
 def _bases(callback: L.Callback) -> list[type]:

@@ -44,9 +44,10 @@ class Anneals(L.LightningModule):
 
     def on_train_epoch_start(self) -> None:
         self.epochs, self.steps_of_epoch = self.epochs + 1, 0
+        self.seed = 10 * self.epochs + self.global_rank
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        assert self.rank == self.global_rank
+        assert self.rank == self.seed % 10 == self.global_rank
         self.outputs = self.net(batch[0])  # with a gradient: torch.save would keep its graph
         if not hasattr(self, "center"):
             self.center = torch.zeros(3, dtype=torch.float64)
@@ -145,5 +146,14 @@ def test_last_checkpoint_is_saved_before_callbacks_begin_the_next_step(folder: P
 def test_a_checkpoint_has_what_training_changes(folder: Path) -> None:
     die(compose(folder, *OWN), "on_train_batch_start", 6)
     saved = torch.load(folder / "died.ckpt")["attributes"]
-    assert saved.keys() == {"steps", "epochs", "steps_of_epoch", "mean", "center", "beta", "callback Beta.count"}
+    assert saved.keys() == {
+        "steps",
+        "epochs",
+        "steps_of_epoch",
+        "seed",
+        "mean",
+        "center",
+        "beta",
+        "callback Beta.count",
+    }
     assert (saved["steps"], saved["epochs"], saved["steps_of_epoch"]) == (6, 2, 2)
