@@ -2,13 +2,12 @@
 
 import csv
 import logging
-import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -108,19 +107,12 @@ def _hydra_initialized(words: list[str]) -> Iterator[None]:
 @contextmanager
 def _process_restored() -> Iterator[None]:
     """Restore what a run changes in its process: logging, warnings and the handlers of signals."""
-    signal_handlers: dict[int, Any] = {number: signal.getsignal(number) for number in signals.SIGNALS}
     root = logging.getLogger()
     level, handlers = root.level, root.handlers[:]
     try:
-        with warnings.catch_warnings():
+        with signals.ended_here(), warnings.catch_warnings():
             yield
-    except SystemExit as error:
-        if error.code != 128 + signal.SIGINT:  # a run turns an interrupt into an exit, after it has saved
-            raise
-        raise KeyboardInterrupt from None
     finally:
-        signals.forget_requests()  # also one that came after the last step, which would stop the next run
-        signals.restore_handlers(signal_handlers)
         logging.captureWarnings(False)
         for handler in set(root.handlers) - set(handlers):
             handler.close()

@@ -39,6 +39,8 @@ CHECKPOINT_KEYS: dict[str, dict[str, str]] = {
         "position": "epoch, steps trained in it, steps of the run, states of streams",
         "has_begun_epoch": "whether the hooks of the start of the epoch have run",
         "requires_grad": "weights that were frozen or unfrozen during training",
+    },
+    "run/attributes.py": {
         "attributes": "numbers and tensors that training has changed in attributes of modules and callbacks, by name",
     },
     "run/metric_states.py": {"metric_states": "what metrics have accumulated"},

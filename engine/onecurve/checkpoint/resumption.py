@@ -5,16 +5,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
-import numpy as np
-import torch.distributed as dist
 from lightning.pytorch.callbacks import BaseFinetuning, LearningRateMonitor, ModelCheckpoint, ModelPruning
-from torch import Tensor
 from torch.optim import Optimizer
 
 from onecurve.checkpoint.optimizer_state import add_saved_groups, name_parameters, shard
 from onecurve.errors import UserError
-from onecurve.network.module_state import attributes
-from onecurve.network.object_state import is_dense, is_same
 from onecurve.patches.lightning_loops import set_progress, set_steps_of_loggers
 
 _log = logging.getLogger(__name__)
@@ -30,9 +25,6 @@ class ExactResumption(L.Callback):
     - Optimizers of any module restore their state by the names of the parameters, also in groups that were added.
     - Weights that were frozen or unfrozen while the run trained are so again. Lightning's callbacks repeat it only when
       they come to the same epoch.
-    - Numbers and tensors in attributes that change in training, such as a count of the steps, go on from rank zero's:
-      those of modules, and of callbacks without a `state_dict`. What is set before the first epoch is not restored, as
-      an option; nor are numbers that the ranks have different, as the seed of a rank.
     - Checkpoint callbacks keep their scores, also in a folder that was moved. Lightning's ModelCheckpoint discards them
       if its absolute path has changed, and then replaces the best checkpoint by a worse one; it saves `current_score`
       but does not restore it. (`ModelCheckpoint.load_state_dict`,
@@ -43,10 +35,6 @@ class ExactResumption(L.Callback):
         if stage == "fit":
             self._steps = self._epoch_steps = 0  # trained in the run, and in the current epoch
             self._requires_grad: dict[str, bool] = {}  # by name; first that of a checkpoint, then as training begins
-            self._has_begun_epoch = False  # in which the checkpoint was saved
-            self._attributes: dict[str, Any] = {}  # those of a checkpoint, until they are restored
-            self._restored = set[str]()
-            self._untrained: dict[str, Any] | None = None  # attributes before the first epoch
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Prepare the optimizers, which Lightning restores after this hook."""
@@ -67,33 +55,8 @@ class ExactResumption(L.Callback):
         """Make the test log at the last step and epoch, also if training stopped early or did not run."""
         set_progress(trainer, self._position(trainer))
 
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restore attributes before the module's own hook, if the uninterrupted run came to this epoch with them."""
-        if not self._has_begun_epoch:
-            self._restore_attributes(trainer, pl_module)
-        if self._untrained is None:
-            found = _attributes(trainer, pl_module)
-            self._untrained = {key: one.clone() if isinstance(one, Tensor) else one for key, one in found.items()}
-
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         set_steps_of_loggers(trainer, self._steps)  # -1 after Lightning's LearningRateFinder
-        self._restore_attributes(trainer, pl_module)
-
-    def _restore_attributes(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Restore those of a checkpoint, once. Every rank must call it."""
-        if not self._attributes:
-            return
-        parts = {**dict(module.named_modules()), **_callbacks(trainer)}
-        of_ranks = _names_of_different_numbers(_attributes(trainer, module))
-        for name, value in self._attributes.items():
-            path, _, key = name.rpartition(".")
-            if path in parts and name not in of_ranks:  # edited code may have another path
-                own = vars(parts[path])
-                present = own.get(key)
-                device = present.device if isinstance(present, Tensor) else module.device
-                own |= {key: value.to(device) if isinstance(value, Tensor) else value}
-        self._restored |= self._attributes.keys()
-        self._attributes = {}
 
     def on_train_batch_end(self, *_: Any) -> None:
         self._steps += 1
@@ -111,15 +74,6 @@ class ExactResumption(L.Callback):
         # A continued run with other frozen weights in its configuration keeps those.
         changed = {name: flag for name, flag in _requires_grad(pl_module).items() if before.get(name, flag) != flag}
         checkpoint["requires_grad"] = changed
-        checkpoint["attributes"] = self._trained_attributes(trainer, pl_module) | self._attributes
-
-    def _trained_attributes(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
-        """Return the attributes that training has changed, in CPU memory."""
-        before = self._untrained or {}
-        found = {} if self._untrained is None else _attributes(trainer, module)
-        changed = {name for name, value in found.items() if name not in before or not is_same(value, before[name])}
-        kept = {name: found[name] for name in found if name in changed | self._restored}
-        return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in kept.items()}
 
     def _position(self, trainer: L.Trainer) -> dict[str, Any]:
         """Return the epoch in which the next step is, the steps that it has had, and those of the run."""
@@ -146,9 +100,7 @@ class ExactResumption(L.Callback):
         if trainer.training:
             self._restore_position(trainer, checkpoint)
             self._requires_grad = checkpoint.get("requires_grad", {})
-            self._attributes = checkpoint.get("attributes", {})
-            self._has_begun_epoch = bool(checkpoint.get("has_begun_epoch"))
-            for callback in trainer.callbacks if self._has_begun_epoch else []:
+            for callback in trainer.callbacks if checkpoint.get("has_begun_epoch") else []:
                 if isinstance(callback, BaseFinetuning | LearningRateMonitor):
                     _skip_epoch_start(callback)
             _restore_history(trainer, checkpoint["callbacks"])
@@ -180,45 +132,6 @@ def _skip_epoch_start(callback: Any) -> None:
 
 def _requires_grad(module: L.LightningModule) -> dict[str, bool]:
     return {name: weight.requires_grad for name, weight in module.named_parameters()}
-
-
-def _attributes(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
-    """Return the numbers and tensors that are attributes of modules and callbacks, by name.
-
-    A tensor with a gradient belongs to a step.
-    """
-    found = attributes(module)
-    for path, callback in _callbacks(trainer).items():
-        found |= {f"{path}.{key}": value for key, value in vars(callback).items()}
-    found = {name: value.item() if isinstance(value, np.generic) else value for name, value in found.items()}
-    numbers = {name: value for name, value in found.items() if type(value) in (bool, int, float)}
-    tensors = {name: value for name, value in found.items() if type(value) is Tensor and not value.requires_grad}
-    return numbers | {name: tensor for name, tensor in tensors.items() if is_dense(tensor)}
-
-
-def _callbacks(trainer: L.Trainer) -> dict[str, L.Callback]:
-    """Return the user's callbacks that have no state of their own; of a class with several, none."""
-    callbacks: list[L.Callback] = cast(Any, trainer).callbacks
-    plain = [one for one in callbacks if type(one).state_dict is L.Callback.state_dict]
-    # Not one that inherits from a callback of Lightning, as a progress bar, which has numbers of its process.
-    own = [one for one in plain if _bases(one) == [L.Callback]]
-    classes = [type(one) for one in own]
-    return {f"callback {one.state_key}": one for one in own if classes.count(type(one)) == 1}
-
-
-def _names_of_different_numbers(found: dict[str, Any]) -> set[str]:
-    """Return the names of the numbers that hooks have set to another value on each rank, such as a rank's seed."""
-    numbers = {name: value for name, value in found.items() if not isinstance(value, Tensor)}
-    ranks = [numbers]
-    if dist.is_initialized():
-        ranks *= dist.get_world_size()
-        dist.all_gather_object(ranks, numbers)
-    return {name for name in numbers if len({repr(rank[name]) for rank in ranks if name in rank}) > 1}
-
-
-def _bases(callback: L.Callback) -> list[type]:
-    """Return the classes of Lightning and of this library that a callback inherits from, its own among them."""
-    return [part for part in type(callback).__mro__ if part.__module__.startswith(("lightning.", "onecurve."))]
 
 
 def _rewind(loops: dict[str, Any], epoch: int, step: int, total: int) -> None:

@@ -136,6 +136,21 @@ def forget_requests() -> None:
 
 
 @contextmanager
+def ended_here() -> Iterator[None]:
+    """In a notebook, let a signal end what runs in this context, and neither what comes later nor the kernel."""
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    except SystemExit as error:
+        if error.code != 128 + signal.SIGINT:  # a run turns an interrupt into an exit, after it has saved
+            raise
+        raise KeyboardInterrupt from None
+    finally:
+        forget_requests()  # also one that came after the last step, which would stop the next run
+        restore_handlers(handlers)
+
+
+@contextmanager
 def forward_to_workers() -> Iterator[None]:
     """In a launcher, forward the first signal to the workers; a second signal ends them at once."""
     from torch.distributed.elastic.multiprocessing import SignalException

@@ -4,10 +4,9 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from signal import SIGINT, getsignal
 from typing import Any, cast
 
 import lightning as L
@@ -29,9 +28,9 @@ from onecurve.errors import CheckpointUserError, UserError
 from onecurve.observe.csv import CSVLogger
 from onecurve.parallel.compatibility import check_callbacks, check_can_train, check_division, resolve_strategy
 from onecurve.parallel.norm_groups import NormGroups
-from onecurve.process import signals
 from onecurve.process.devices import resolve_devices
 from onecurve.process.rank import log_script, shorten_user_errors, tune_malloc
+from onecurve.process.signals import ended_here
 from onecurve.random.dropout import use_sample_dropout
 from onecurve.random.random_functions import RandomNumbers
 from onecurve.records.events import recorded_fit
@@ -43,6 +42,7 @@ from onecurve.run.arguments import (
     has_kind,
     named,
 )
+from onecurve.run.attributes import Attributes
 from onecurve.run.bit_exact import BitExactness
 from onecurve.run.checkpoint import LastCheckpoint, LateSaves, check_overwrites_nothing, find_checkpoint, monitoring
 from onecurve.run.known_errors import translated_errors
@@ -191,6 +191,7 @@ class Trainer(L.Trainer):
             *([EqualWeights()] if self._is_script else []),
             self._recorder,
             ExactResumption(),
+            Attributes(),
             *([BitExactness(), virtual] if virtual else [BufferCheck(), DivisionCheck()]),
             ReplicaCheck(),
             GatheredWeightCheck(),
@@ -304,20 +305,9 @@ class Trainer(L.Trainer):
         self.final_metrics |= self.callback_metrics
         return result
 
-    @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """In a notebook, let a signal end this stage, and not the later ones or the kernel."""
-        handlers: dict[int, Any] = {number: getsignal(number) for number in signals.SIGNALS}
-        try:
-            yield
-        except signals.Stopped as stopped:
-            if not (self._is_script and hasattr(sys, "ps1")):
-                raise
-            signals.forget_requests()
-            signals.restore_handlers(handlers)
-            if stopped.number == SIGINT:
-                raise KeyboardInterrupt from None
-            raise
+    def _interruptible(self) -> AbstractContextManager[None]:
+        """Return a context for a stage, after which a notebook goes on."""
+        return ended_here() if self._is_script and hasattr(sys, "ps1") else nullcontext()
 
     def _warn_of_early_module(self) -> None:
         """Warn if nothing was drawn since this trainer has seeded the generators: the weights may be from before."""

@@ -22,7 +22,7 @@ class UnsavedStateCheck(L.Callback):
     """Names, at the first save, what changes after the first step and no checkpoint holds.
 
     These are numbers and tensors within containers and objects, such as the rate of a moving average; schedules that
-    the module steps itself; and buffers with `persistent=False`. `ExactResumption` saves numbers and tensors that are
+    the module steps itself; and buffers with `persistent=False`. `Attributes` saves numbers and tensors that are
     attributes themselves. A list that has grown is not named: most are emptied after an epoch.
     """
 

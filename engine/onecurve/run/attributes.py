@@ -1,0 +1,99 @@
+"""Numbers and tensors in attributes of modules and callbacks, which Lightning does not save."""
+
+from typing import Any, cast
+
+import lightning as L
+import numpy as np
+from torch import Tensor
+
+from onecurve.network.module_state import attributes
+from onecurve.network.object_state import is_dense, is_same
+from onecurve.parallel.gather import gather_objects
+
+
+class Attributes(L.Callback):
+    """Saves numbers and tensors in attributes that training changes, such as a count of the steps, and restores them.
+
+    These are attributes of modules, and of callbacks without a `state_dict`. What is set before the first epoch and not
+    changed later is not restored, as an option; nor are numbers that the ranks have different, as the seed of a rank.
+    """
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._first: dict[str, Any] | None = None  # attributes before the first epoch of this process
+            self._saved: dict[str, Any] = {}  # those of a checkpoint, until they are restored
+            self._has_begun_epoch = False  # in which the checkpoint was saved
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.training:
+            self._saved = checkpoint.get("attributes", {})
+            self._has_begun_epoch = bool(checkpoint.get("has_begun_epoch"))
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Restore before the module's own hook, if the uninterrupted run came to this epoch with these values."""
+        if self._first is None:
+            found = _attributes(trainer, pl_module)
+            self._first = {name: one.clone() if isinstance(one, Tensor) else one for name, one in found.items()}
+        if not self._has_begun_epoch:
+            self._restore(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self._restore(trainer, pl_module)
+
+    def _restore(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Restore the attributes of a checkpoint, once. Every rank must call it."""
+        if not self._saved:
+            return
+        parts = {**dict(module.named_modules()), **_callbacks(trainer)}
+        of_ranks = _names_of_different_numbers(_attributes(trainer, module))
+        for name, value in self._saved.items():
+            path, _, key = name.rpartition(".")
+            if path in parts and name not in of_ranks:  # edited code may have another path
+                own = vars(parts[path])
+                present = own.get(key)
+                device = present.device if isinstance(present, Tensor) else module.device
+                own |= {key: value.to(device) if isinstance(value, Tensor) else value}
+        self._saved = {}
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        first = self._first or {}
+        now = {} if self._first is None else _attributes(trainer, pl_module)
+        changed = {name: value for name, value in now.items() if name not in first or not is_same(value, first[name])}
+        on_cpu = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in changed.items()}
+        checkpoint["attributes"] = on_cpu | self._saved
+
+
+def _attributes(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
+    """Return the numbers and tensors that are attributes of modules and callbacks, by name.
+
+    A tensor with a gradient belongs to a step.
+    """
+    found = attributes(module)
+    for path, callback in _callbacks(trainer).items():
+        found |= {f"{path}.{key}": value for key, value in vars(callback).items()}
+    found = {name: value.item() if isinstance(value, np.generic) else value for name, value in found.items()}
+    numbers = {name: value for name, value in found.items() if type(value) in (bool, int, float)}
+    tensors = {name: value for name, value in found.items() if type(value) is Tensor and not value.requires_grad}
+    return numbers | {name: tensor for name, tensor in tensors.items() if is_dense(tensor)}
+
+
+def _callbacks(trainer: L.Trainer) -> dict[str, L.Callback]:
+    """Return the user's callbacks that have no state of their own; of a class with several, none."""
+    callbacks: list[L.Callback] = cast(Any, trainer).callbacks
+    plain = [one for one in callbacks if type(one).state_dict is L.Callback.state_dict]
+    # Not one that inherits from a callback of Lightning, as a progress bar, which has numbers of its process.
+    own = [one for one in plain if _bases(one) == [L.Callback]]
+    classes = [type(one) for one in own]
+    return {f"callback {one.state_key}": one for one in own if classes.count(type(one)) == 1}
+
+
+def _bases(callback: L.Callback) -> list[type]:
+    """Return the classes of Lightning and of this library that a callback inherits from, its own among them."""
+    return [part for part in type(callback).__mro__ if part.__module__.startswith(("lightning.", "onecurve."))]
+
+
+def _names_of_different_numbers(found: dict[str, Any]) -> set[str]:
+    """Return the names of the numbers that hooks have set to another value on each rank, such as a rank's seed."""
+    numbers = {name: value for name, value in found.items() if not isinstance(value, Tensor)}
+    ranks = gather_objects(numbers)
+    return {name for name in numbers if len({repr(rank[name]) for rank in ranks if name in rank}) > 1}
