@@ -31,7 +31,7 @@ def append_event(
 
     Args:
         run_dir: the run folder.
-        event: start, resume, stopped, failed, killed, restart, resized or finished.
+        event: start, resume, stopped, failed, killed, restart or finished.
         step: optimizer steps that the run has taken.
         reason: one line.
         seconds: UNIX time of the event; None is now.
@@ -88,15 +88,6 @@ def recorded_fit(run_dir: str | Path) -> Iterator[None]:
         append_end(run_dir, *end_of(error))
         raise
     append_end(run_dir, "finished", None)
-
-
-def append_resize(run_dir: str | Path, step: int | None, size: int) -> None:
-    """Append that a run starts with another number of processes than before, for the reason of the last event."""
-    events = read_events(run_dir)
-    sizes = [event.get("world_size") for event in events if event["event"] in STARTS]
-    if sizes and sizes[-1] not in (None, size):  # None in a run of an earlier version
-        reason = last_of(events, "restart", *STARTS, *ENDS).get("reason")
-        append_event(run_dir, "resized", step, reason, **{"from": sizes[-1], "to": size})
 
 
 def logged_steps(run_dir: str | Path) -> int | None:

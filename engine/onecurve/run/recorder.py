@@ -20,7 +20,7 @@ from onecurve.observe.guard import start_loggers
 from onecurve.observe.steps import trained_steps
 from onecurve.parallel.gather import gather_objects
 from onecurve.patches.torch import AnyBatchNorm
-from onecurve.records.events import append_event, append_resize, read_events
+from onecurve.records.events import append_event
 from onecurve.records.files import CONFIG, atomic_write
 from onecurve.run.banner import banner, strategy_name
 from onecurve.run.bit_exact import numerics
@@ -129,26 +129,23 @@ class RunRecorder(L.Callback):
             _log.warning("the run goes on with other bits than without the interruption: %s", ", ".join(changes))
 
     def _start(self, trainer: L.Trainer, module: L.LightningModule, is_first_stage: bool) -> None:
-        """Start the loggers in this process, log the configuration, and record the start in `events.jsonl`."""
+        """Start the loggers in this process, log the configuration, and record the start of the run."""
         data: Any = trainer.datamodule
-        # A script may evaluate in the folder of a run that another process trains, whose events these are.
-        is_of_run = self.config.fit or "run_id" in self.config.runtime
-        is_recorded = is_first_stage and is_of_run and trainer.is_global_zero
-        if is_recorded:
-            append_resize(self.config.run_dir, self._resumed_at, trainer.world_size)
         trainer.loggers = [*start_loggers(self._loggers), *trainer.loggers]
         self._loggers = ()
         settings = cast(dict[str, Any], OmegaConf.to_container(self.config))
         settings |= {"data_source": data.description, "global_batch_size": data.global_batch_size}
-        resizes = [event for event in read_events(self.config.run_dir) if event["event"] == "resized"]
-        settings["runtime"] |= {"resized": resizes} if resizes else {}
         settings |= {VERSION_KEY: VERSION, "experiment": self._fingerprint, "numerics": numerics(module)}
         for logger in trainer.loggers:
             # An evaluation by a script leaves the configuration of the run in whose folder it is.
             if trainer.state.fn == "fit" or not isinstance(logger, CSVLogger) or not logger.has_config:
                 logger.log_hyperparams(settings)
-        if not is_recorded:
-            return
+        # A script may evaluate in the folder of a run that another process trains, whose events these are.
+        is_of_run = self.config.fit or "run_id" in self.config.runtime
+        if is_first_stage and is_of_run and trainer.is_global_zero:
+            self._record_start(trainer, module, settings)
+
+    def _record_start(self, trainer: L.Trainer, module: L.LightningModule, settings: dict[str, Any]) -> None:
         config, runtime = self.config, settings["runtime"]
         overrides = [word.partition("=") for word in runtime["overrides"]]
         append_event(

@@ -151,7 +151,7 @@ def test_a_host_leaves_and_returns(
     assert worlds(folder) == [2, 1, 2]
     stopped, resumed = ([event["step"] for event in events if event["event"] == name] for name in ("stopped", "resume"))
     assert stopped == resumed, "steps are lost"
-    assert [event["reason"] for event in events if event["event"] == "resized"] == ["SIGTERM", "SIGTERM"]
+    assert [event["reason"] for event in events if event["event"] == "stopped"] == ["SIGTERM", "SIGTERM"]
 
 
 def worlds(folder: Path) -> list[int]:

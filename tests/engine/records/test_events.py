@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from onecurve.records import events
-from onecurve.records.events import append_end, append_event, append_kill, append_resize, logged_steps, read_events
+from onecurve.records.events import append_end, append_event, append_kill, logged_steps, read_events
 
 METRICS = "step,epoch,loss\n9,0,1.5\n"
 
@@ -97,35 +97,6 @@ def test_a_kill_has_the_time_of_the_last_write(record: int, metrics: int | None,
 def test_a_new_run_was_not_killed(tmp_path: Path) -> None:
     append_kill(tmp_path)
     assert not (tmp_path / "events.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    ("before", "sizes", "size", "expected"),
-    [
-        (["start"], {"world_size": 4}, 2, {"from": 4, "to": 2, "reason": "the reason of start"}),
-        (["resume"], {"world_size": 2}, 4, {"from": 2, "to": 4, "reason": "the reason of resume"}),
-        (["start", "killed"], {"world_size": 300}, 299, {"from": 300, "to": 299, "reason": "the reason of killed"}),
-        (["start"], {"world_size": 4}, 4, None),
-        (["start"], {}, 4, None),
-        (["killed"], {"world_size": 4}, 2, None),
-        ([], {}, 2, None),
-    ],
-)
-def test_another_number_of_processes(
-    before: list[str], sizes: dict[str, int], size: int, expected: dict[str, Any] | None, tmp_path: Path
-) -> None:
-    write(tmp_path, *before, **sizes)
-    append_resize(tmp_path, 12, size)
-    added = read_events(tmp_path)[len(before) :]
-    assert added == ([{"time": 1000.5, "event": "resized", "step": 12} | expected] if expected else [])
-
-
-@pytest.mark.parametrize(("size", "expected"), [(4, 3), (2, 3), (3, None)])
-def test_the_last_start_has_the_size_before(size: int, expected: int | None, tmp_path: Path) -> None:
-    for number, before in enumerate((4, 2, 3)):
-        append_event(tmp_path, "resume" if number else "start", world_size=before)
-    append_resize(tmp_path, 12, size)
-    assert read_events(tmp_path)[-1].get("from") == expected
 
 
 @pytest.mark.parametrize(

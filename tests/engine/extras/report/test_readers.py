@@ -90,7 +90,7 @@ def test_duration_leaves_out_the_time_without_a_process() -> None:
     events = [START, {"event": "killed", "time": 130.0}, {"event": "resume", "time": 500.0}]
     assert duration(events) == 30
     assert duration([*events, {"event": "finished", "time": 505.0}]) == 35
-    lost = [START, {"event": "resized", "time": 110.0}, {"event": "restart", "time": 130.0}]
+    lost = [START, {"event": "restart", "time": 130.0}]
     assert duration([*lost, {"event": "resume", "time": 500.0}, {"event": "finished", "time": 505.0}]) == 35
     assert duration([START]) is None
 
