@@ -65,11 +65,7 @@ class StepInParts(Optimization):
         plugin, module = trainer.precision_plugin, trainer.lightning_module
         backward = self.backward_pass(optimizer)
         divisor = data.virtual_ranks if data.bit_exact else data.accumulate  # parts of a batch that add up to its mean
-        # Two steps are checked for what a pass changes unseen, also of a run that continues: an average of weights that
-        # begins as a copy of them changes in the second one.
-        self.checked_steps = self.checked_steps + 1 if self.checked_module is module else 1
-        self.checked_module = module
-        hidden = HiddenStateCheck(module, data.bit_exact, self.checked_steps) if self.checked_steps <= 2 else None
+        hidden = self._begin_check(module, data.bit_exact)
         passes = _VirtualRankPasses(trainer, step) if data.bit_exact else _MicroBatchPasses(trainer)
         # `post_backward` calls `on_after_backward`, which waits for the complete gradient.
         with mock.patch.object(plugin, "post_backward", lambda loss, module: loss.detach()):
@@ -101,6 +97,15 @@ class StepInParts(Optimization):
             if isinstance(optimizer, LBFGS) and not data.bit_exact:  # it decides by the loss, on all ranks alike
                 loss = trainer.strategy.reduce(loss * weight)
         return ClosureResult(loss, extra=outputs[0] if data.bit_exact else join(outputs, data.parts))
+
+    def _begin_check(self, module: Any, bit_exact: bool) -> HiddenStateCheck | None:
+        """Return a check for what a pass changes unseen, in the first two steps, also of a run that continues.
+
+        An average of weights that begins as a copy of them changes in the second one.
+        """
+        self.checked_steps = self.checked_steps + 1 if self.checked_module is module else 1
+        self.checked_module = module
+        return HiddenStateCheck(module, bit_exact, self.checked_steps) if self.checked_steps <= 2 else None
 
 
 class _MicroBatchPasses:
