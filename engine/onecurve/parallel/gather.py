@@ -30,13 +30,23 @@ def collectives_replaced(strategy: Any, function: Callable[..., Any]) -> Iterato
         yield
 
 
-def gather_objects(own: Any) -> list[Any]:
-    """Return the objects of all ranks, which pickle copies; one process alone has its own. Every rank must call it."""
+def gather_objects(own: Any, group: Any = None) -> list[Any]:
+    """Return the objects of all ranks of a group, each of which must call it; pickle copies them.
+
+    The group is by default that of all ranks; one process alone has its own object.
+    """
     if not dist.is_initialized():
         return [own]
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, own)
+    ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, own, group)
     return ranks
+
+
+def names_that_differ(own: dict[str, Any]) -> list[str]:
+    """Return the names of the values that differ between the ranks that have them. Every rank must call it."""
+    ranks = gather_objects(own)
+    names = sorted(set().union(*ranks))
+    return [name for name in names if len({repr(rank[name]) for rank in ranks if name in rank}) > 1]  # NaN too
 
 
 def group_of_samples(trainer: L.Trainer) -> Any:

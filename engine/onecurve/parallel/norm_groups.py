@@ -18,6 +18,7 @@ from onecurve.parallel.batch_norm import (
     rank_groups,
     revert_norm_groups,
 )
+from onecurve.parallel.gather import gather_objects
 from onecurve.patches.torch import AnyBatchNorm
 
 
@@ -83,10 +84,7 @@ def _compare_lengths(norms: list[GroupedBatchNorm]) -> None:
     """Check that all ranks and micro-batches of a step have padded their samples alike. Every rank must call it."""
     groups = norms[0].groups
     own = [[_lengths_in(part, norm) for norm in norms] for part in range(groups.micro_batches)]
-    ranks = [own]
-    if groups.data_parallel is not None:
-        ranks = [own] * dist.get_world_size(groups.data_parallel)
-        dist.all_gather_object(ranks, own, group=groups.data_parallel)
+    ranks = [own] if groups.data_parallel is None else gather_objects(own, groups.data_parallel)
     if any(part != own[0] for rank in ranks for part in rank):
         raise UserError(
             "batch normalization counts the padding of samples, and the ranks or micro-batches of a step have padded "

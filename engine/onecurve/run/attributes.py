@@ -8,7 +8,7 @@ from torch import Tensor
 
 from onecurve.network.module_state import attributes
 from onecurve.network.object_state import is_dense, is_same
-from onecurve.parallel.gather import gather_objects
+from onecurve.parallel.gather import names_that_differ
 
 
 class Attributes(L.Callback):
@@ -45,7 +45,8 @@ class Attributes(L.Callback):
         if not self._saved:
             return
         parts = {**dict(module.named_modules()), **_callbacks(trainer)}
-        of_ranks = _names_of_different_numbers(_attributes(trainer, module))
+        numbers = {key: one for key, one in _attributes(trainer, module).items() if not isinstance(one, Tensor)}
+        of_ranks = names_that_differ(numbers)  # such as the seed of a rank, which a hook has set
         for name, value in self._saved.items():
             path, _, key = name.rpartition(".")
             if path in parts and name not in of_ranks:  # edited code may have another path
@@ -90,10 +91,3 @@ def _callbacks(trainer: L.Trainer) -> dict[str, L.Callback]:
 def _bases(callback: L.Callback) -> list[type]:
     """Return the classes of Lightning and of this library that a callback inherits from, its own among them."""
     return [part for part in type(callback).__mro__ if part.__module__.startswith(("lightning.", "onecurve."))]
-
-
-def _names_of_different_numbers(found: dict[str, Any]) -> set[str]:
-    """Return the names of the numbers that hooks have set to another value on each rank, such as a rank's seed."""
-    numbers = {name: value for name, value in found.items() if not isinstance(value, Tensor)}
-    ranks = gather_objects(numbers)
-    return {name for name in numbers if len({repr(rank[name]) for rank in ranks if name in rank}) > 1}

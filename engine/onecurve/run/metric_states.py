@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins import DoublePrecision
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricTracker
 from torchmetrics.utilities.data import dim_zero_mean
 
 from onecurve.errors import UserError
+from onecurve.parallel.gather import gather_objects
 from onecurve.patches.lightning_loops import LoggedMean, results_of
 from onecurve.patches.torch import tree_map_only
 from onecurve.patches.torchmetrics import (
@@ -313,9 +313,8 @@ def _on_cpu(states: Any) -> Any:
 
 def _gather(trainer: Any, own: dict[str, dict[int, _State]]) -> dict[str, list[_State]]:
     """Return the states of each metric in the order of their (virtual) ranks. Every data-parallel rank must call it."""
-    ranks = [own] * trainer.datamodule.parallel.dp_size
-    if len(ranks) > 1:
-        dist.all_gather_object(ranks, _on_cpu(own), trainer.distributed_sampler_kwargs.get("group"))
+    is_shared = trainer.datamodule.parallel.dp_size > 1
+    ranks = gather_objects(_on_cpu(own), trainer.distributed_sampler_kwargs.get("group")) if is_shared else [own]
     numbered = {name: {n: state for rank in ranks for n, state in rank.get(name, {}).items()} for name in own}
     return {name: [states[number] for number in sorted(states)] for name, states in numbered.items()}
 
@@ -329,8 +328,7 @@ def _reduce(metric: Any, states: list[_State]) -> _State:
 
 def synchronize(metric: Any, group: Any) -> None:
     """Give a metric the state of all ranks of a group, which must all call it."""
-    ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(ranks, _on_cpu(states_of(metric)), group)
+    ranks = gather_objects(_on_cpu(states_of(metric)), group)
     set_states(metric, _combine(metric, ranks) | counts(metric))
 
 

@@ -18,7 +18,7 @@ from onecurve.errors import UserError
 from onecurve.network.module_state import attributes
 from onecurve.network.tensors import to_local
 from onecurve.observe.steps import is_log_point, trained_steps
-from onecurve.parallel.gather import gather_objects
+from onecurve.parallel.gather import gather_objects, names_that_differ
 from onecurve.patches.torch import AnyBatchNorm, is_compiled
 from onecurve.random.seeding import are_equal
 
@@ -102,9 +102,7 @@ def _names(own: dict[str, Any], hashes: list[list[int]]) -> list[str]:
     # Ranks of a pipeline hold different stages: only those that have the same names are compared.
     if len({tuple(rank) for rank in hashes}) == len({names for names, _ in hashes}):
         return []
-    values = gather_objects(own)
-    names = sorted(set().union(*values))
-    return [name for name in names if len({repr(rank[name]) for rank in values if name in rank}) > 1]  # NaN too
+    return names_that_differ(own)
 
 
 def _rates(trainer: L.Trainer) -> dict[str, float]:
