@@ -20,7 +20,7 @@ from onecurve.patches.lightning_loops import steps_of_loggers
 from onecurve.records.events import append_event
 from onecurve.run.arguments import REFUSED
 from onecurve.run.known_errors import translated_errors
-from onecurve.run.predictions import PredictionWriter, SamplePredictions
+from onecurve.run.predictions import PredictionWriter
 from onecurve.run.trainer import Trainer
 from onecurve.targets import build, build_strategy, check_options, locate
 
@@ -141,7 +141,7 @@ def _configured_callbacks(cfg: DictConfig) -> dict[str, Any]:
         callbacks = {name: callback for name, callback in callbacks.items() if not isinstance(callback, ProgressBar)}
     if cfg.predict:
         folder = Path(cfg.run_dir)
-        callbacks["predictions"] = SamplePredictions(folder) if cfg.predict is True else PredictionWriter(folder)
+        callbacks["predictions"] = PredictionWriter(folder, of_images=cfg.predict is not True)
     return callbacks
 
 

@@ -2,8 +2,6 @@
 
 import csv
 import logging
-from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,56 +36,25 @@ class PredictedSamples(L.Callback):
             loop.epoch_batch_indices[dataloader_idx].append(loop.current_batch_indices)
 
 
-class PredictionWriter(BasePredictionWriter):
-    """Writes `predictions.csv` into the run folder: each image's file, most probable class, and its probability.
+class PredictionWriter(L.Callback):
+    """Writes what `predict_step` returns for the samples of `predict_dataloader` into the run folder.
 
-    The module's `predict_step` returns the (n, classes) class probabilities of its batch.
+    `predictions.pt` is a list with a dictionary for each loader: `sample_index` has the (n,) positions in its dataset,
+    in ascending order, and `predictions` the outputs of all batches in one: tensors with a row for each of these
+    samples, or lists of such rows if their sizes differ. With `of_images`, a loader of image files whose outputs are
+    the (n, classes) class probabilities, it is the table `predictions.csv`: each image's file, most probable class, and
+    its probability.
     """
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__("epoch")
-        self.file = folder / "predictions.csv"
+    def __init__(self, folder: Path, of_images: bool) -> None:
+        self.file, self.of_images = folder / ("predictions.csv" if of_images else "predictions.pt"), of_images
+        self._batches: dict[int, list[tuple[Tensor, Any]]] = {}  # of each loader
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not makes_batches(getattr(trainer.predict_dataloaders, "dataset", None)):
+        if self.of_images and not makes_batches(getattr(trainer.predict_dataloaders, "dataset", None)):
             raise UserError(
                 "predict=FOLDER takes a loader of image files: set predict=true to predict those of your own"
             )
-
-    def write_on_epoch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
-    ) -> None:
-        """Gather the predictions of all ranks, drop the padding, and write the table on rank zero."""
-        index = torch.tensor(list(chain.from_iterable(batch_indices[0])), device=pl_module.device)
-        probabilities = torch.cat(list(predictions))
-        index, probabilities = pl_module.all_gather(index).flatten(), pl_module.all_gather(probabilities).flatten(0, -2)
-        if not trainer.is_global_zero:
-            return
-        data: Any = trainer.datamodule
-        loaders: Any = trainer.predict_dataloaders
-        highest, classes = (values.tolist() for values in probabilities.max(1))
-        rows = zip(index.tolist(), classes, highest, strict=True)
-        predicted = {number: (label, probability) for number, label, probability in rows if number >= 0}
-        with atomic_write(self.file) as temporary, temporary.open("w", newline="") as stream:
-            writer = csv.writer(stream)
-            writer.writerow(["file", "class", "probability"])
-            for number, (label, probability) in sorted(predicted.items()):
-                file = loaders.dataset.files[number].relative_to(data.predict_dir)
-                writer.writerow([file, data.classes[label], f"{probability:.4f}"])
-        _log.info("the classes of %d images are in %s", len(predicted), self.file)
-
-
-class SamplePredictions(L.Callback):
-    """Writes `predictions.pt` into the run folder: what `predict_step` returns for the samples of `predict_dataloader`.
-
-    It is a list with a dictionary for each loader: `sample_index` has the (n,) positions in its dataset, in ascending
-    order, and `predictions` the outputs of all batches in one: tensors with a row for each of these samples, or lists
-    of such rows if their sizes differ.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.file = folder / "predictions.pt"
-        self._batches: dict[int, list[tuple[Tensor, Any]]] = {}  # of each loader
 
     def on_predict_batch_end(
         self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -103,10 +70,27 @@ class SamplePredictions(L.Callback):
             dist.gather_object(self._batches, ranks if trainer.is_global_zero else None)
         if not trainer.is_global_zero:
             return
-        loaders = [[batch for rank in ranks for batch in rank[number]] for number in sorted(self._batches)]
+        batches = [[batch for rank in ranks for batch in rank[number]] for number in sorted(self._batches)]
+        loaders = [_in_order(each) for each in batches]
         with atomic_write(self.file) as temporary:
-            torch.save([_in_order(batches) for batches in loaders], temporary)
-        _log.info("the predictions are in %s", self.file)
+            if self.of_images:
+                _write_table(temporary, trainer, **loaders[0])
+            else:
+                torch.save(loaders, temporary)
+        count = sum(len(each["sample_index"]) for each in loaders)
+        _log.info("the predictions of %d samples are in %s", count, self.file)
+
+
+def _write_table(file: Path, trainer: L.Trainer, sample_index: Tensor, predictions: Tensor) -> None:
+    data: Any = trainer.datamodule
+    loader: Any = trainer.predict_dataloaders
+    highest, classes = predictions.max(1)
+    with file.open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["file", "class", "probability"])
+        for number, label, probability in zip(*map(Tensor.tolist, (sample_index, classes, highest)), strict=True):
+            image = loader.dataset.files[number].relative_to(data.predict_dir)
+            writer.writerow([image, data.classes[label], f"{probability:.4f}"])
 
 
 def _in_order(batches: list[tuple[Tensor, Any]]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def test_larger_images_are_cropped_and_scaled(trained: Path, small: list[str], t
 def test_shows_in_wandb_as_a_prediction(trained: Path, images: Path, small: list[str], folder: Path) -> None:
     task = [*small, *TASK, *PREDICT, "logger=none", "trainer.accelerator=cpu"]
     out, err = run_here(*task, f"ckpt_path={trained}", f"predict={images}", f"run_dir={folder}")
-    assert "the classes of 90 images are in" in out
+    assert "the predictions of 90 samples are in" in out
     assert ".py:" not in out + err, "no warning"
     runtime = OmegaConf.load(folder / "config.yaml").runtime
     assert (runtime.job_type, runtime.group) == ("predict", trained.parents[1].name)
