@@ -1,6 +1,5 @@
 """DDP in processes that Lightning spawns, as in many tutorials; `strategy=ddp` starts faster and shuts down better."""
 
-import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -34,8 +33,7 @@ class _Launcher(SpawnLauncher):
             signals.restore_handlers(handlers)
 
     def run_spawned(self, rank: int, trainer: L.Trainer, run: Callable[[], None]) -> None:
-        parent: Any = multiprocessing.parent_process()
-        signals.prepare_started_process(parent.pid)
+        signals.prepare_started_process()
         connect_debugger(rank)
         # All ranks are on this host. Lightning logs before it sets the strategy up.
         log_to_folder(trainer.default_root_dir, rank=rank)

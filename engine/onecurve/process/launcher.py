@@ -1,6 +1,7 @@
 """Who started this process, and as which rank: the one reader of the variables that torchrun and srun set."""
 
 import os
+from collections.abc import Mapping
 
 from onecurve.errors import UserError
 
@@ -41,6 +42,13 @@ def forget_other_ranks() -> None:
     if launcher() is None:
         for name in OF_A_RANK:
             os.environ.pop(name, None)
+
+
+def take_environment(of_launcher: Mapping[str, str]) -> None:
+    """Give this rank the variables of its launcher; a fork server has those of the time when it began."""
+    own = {name: value for name, value in os.environ.items() if name.startswith((*_OF_LAUNCHERS, "TORCH_NCCL_"))}
+    os.environ.clear()
+    os.environ.update({**of_launcher, **own})
 
 
 def forget_launcher(keep: str) -> None:

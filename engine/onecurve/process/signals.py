@@ -88,12 +88,16 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         os._exit(1)
 
 
-def prepare_started_process(parent: int) -> None:
-    """Make a new process end with its parent, and at a Ctrl-C that comes before its handlers are installed.
+def prepare_started_process() -> None:
+    """Make a new process end with its launcher, and at a Ctrl-C that comes before its handlers are installed.
 
-    Python's handler would raise KeyboardInterrupt, after which torch's launchers report success.
+    The parent may be a fork server, which ends with the launcher. Python's handler of SIGINT would raise
+    KeyboardInterrupt, after which torch's launchers report success.
     """
-    die_with_parent(parent)
+    die_with_parent(os.getppid())
+    launcher = multiprocessing.parent_process()
+    if launcher and not launcher.is_alive():  # it ended before that call
+        os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

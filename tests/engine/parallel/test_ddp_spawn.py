@@ -1,6 +1,5 @@
 """Compilation in the processes that Lightning spawns, and their shutdown."""
 
-import multiprocessing
 import pickle
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -37,8 +36,7 @@ def test_loggers_of_a_failed_run_are_marked_failed(
         raise error
 
     strategy, logger = DDPSpawn(), Logger()
-    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=0))
-    monkeypatch.setattr(signals, "prepare_started_process", lambda parent: None)
+    monkeypatch.setattr(signals, "prepare_started_process", lambda: None)
     monkeypatch.setattr("onecurve.parallel.ddp_spawn.log_to_folder", lambda run_dir, rank: None)
     strategy._configure_launcher()
     monkeypatch.setattr(_MultiProcessingLauncher, "_wrapping_function", fail)

@@ -3,7 +3,6 @@
 import itertools
 import logging
 import multiprocessing
-import os
 import sys
 import tempfile
 import warnings
@@ -101,15 +100,15 @@ def plan_run(cfg: DictConfig) -> Plan:
 def _plan_in_new_process(cfg: DictConfig, asked: list[str]) -> Plan:
     """Return the plan, made where devices may be used: a launcher never touches one."""
     try:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare, (os.getpid(),)) as pool:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare) as pool:
             return pool.submit(make_plan, cfg, asked).result()
     except BrokenProcessPool:
         raise UserError("the plan was killed: this machine has too little memory for the weights of `model`") from None
 
 
-def _prepare(parent: int) -> None:
+def _prepare() -> None:
     """Let the planning process end with its parent, and show no banner and no advice of Lightning."""
-    prepare_started_process(parent)
+    prepare_started_process()
     warnings.simplefilter("ignore")
     logging.disable()
 
