@@ -3,7 +3,7 @@
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from inspect import signature
 from typing import Any, NamedTuple
 from unittest import mock
@@ -15,12 +15,14 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from onecurve.data.batch import StepParts
 from onecurve.errors import UserError
 from onecurve.network.module_state import set_mode, unchanged, without_log
 from onecurve.observe.steps import is_checked_step
 from onecurve.parallel.gather import collectives_replaced
+from onecurve.patches.torch import is_compiled
 from onecurve.random.random_functions import sample_random
 from onecurve.random.seeding import are_equal, seed_generators
 
@@ -41,14 +43,16 @@ class _Pass(NamedTuple):
 
     values: dict[str, tuple[float, int, str]]  # the loss, or what was logged, with weight and name of its reduction
     states: Any  # of NumPy's and Python's generators after it
+    slope: tuple[float, float] | None  # of the loss in a fixed direction of the weights, and the norm of its gradient
 
 
 class DivisionCheck(L.Callback):
     """Refuses a module that is another experiment on each number of processes or micro-batches.
 
-    It compares the loss of some samples with the mean of those of their halves, in evaluation mode and without
-    gradients. It does the same with the numbers that `validation_step` logs for the first loader, and warns of one that
-    is no mean over samples, nor the sum or extremum as which it is logged. Halves may agree by chance, such as those
+    It compares the loss of some samples with the mean of those of their halves, in evaluation mode; and the slopes of
+    these losses, since a hook may change gradients. It does the same with the numbers that `validation_step` logs for
+    the first loader, and warns of one that is no mean over samples, nor the sum or extremum as which it is logged.
+    Gradients of FSDP, and of compiled networks, are not compared. Halves may agree by chance, such as those
     with as many samples of a class or of the same padded length, and so other samples follow. All ranks take the same
     ones, and so come to the same result. A module that takes weighted batches is not checked; nor is one that
     communicates itself, as by a contrastive loss over the samples of all ranks, or raises an error in evaluation mode,
@@ -108,6 +112,12 @@ class DivisionCheck(L.Callback):
                 "as with class weights, padding without a mask, or a loss that compares samples. So each number of "
                 f"processes or micro-batches is another experiment. {_WAY_OUT}"
             )
+        if not _have_one_slope(whole, halves, 10 * _tolerance(module)):
+            raise UserError(
+                f"the gradient of {type(module).__name__}.training_step does not divide by samples, although its loss "
+                "does: a hook clips or normalizes it, or a backward pass compares samples. So each number of processes "
+                f"or micro-batches is another experiment: clip in configure_gradient_clipping. {_WAY_OUT}"
+            )
         self.result = f"the loss of {count} samples is the mean of those of their halves"
         self._warn_of_others(module, passes, count)
 
@@ -143,6 +153,15 @@ def _reduced(passes: list[_Pass], name: str) -> float:
     if kind != "mean":
         return float(_REDUCTIONS[kind](values))
     return float(np.average(values, weights=weights)) if any(weights) else np.nan
+
+
+def _have_one_slope(whole: _Pass, halves: list[_Pass], tolerance: float) -> bool:
+    """Return whether the slope is the mean of those of the halves, up to a tolerance relative to the gradient."""
+    slopes = [each.slope[0] for each in halves if each.slope]
+    if whole.slope is None or len(slopes) < len(halves):
+        return True
+    mean = np.average(slopes, weights=[each.values[_LOSS][1] for each in halves])
+    return not abs(mean - whole.slope[0]) > tolerance * whole.slope[1]
 
 
 def _tolerance(module: L.LightningModule) -> float:
@@ -193,10 +212,29 @@ def _pass(trainer: Any, step: str, batch: StepParts, samples: int) -> _Pass:
     with nullcontext() if isinstance(plugin, MixedPrecision) else plugin.forward_context():
         output = getattr(module, step)(batch, 0, *([0] if several else []))
     values = dict(_logged_numbers(module.log.call_args_list, samples))
+    states, slope = [random.getstate(), np.random.get_state()], None
     if step == "training_step":
         loss = output["loss"] if isinstance(output, Mapping) else output
         values[_LOSS] = (float(loss), samples, "mean")
-    return _Pass(values, [random.getstate(), np.random.get_state()])
+        slope = _slope(loss, module)
+    return _Pass(values, states, slope)
+
+
+def _slope(loss: Tensor, module: L.LightningModule) -> tuple[float, float] | None:
+    """Return the slope of a loss in a random direction of the weights, always the same one, and its gradient's norm."""
+    weights = [weight for weight in module.parameters() if weight.requires_grad]
+    if not loss.requires_grad or any(isinstance(weight, DTensor) for weight in weights):
+        return None
+    seed_generators(0, module.device.type)
+    slope = square = 0.0
+    with suppress(RuntimeError):  # such as of a recomputation that works in `backward` only
+        for weight, gradient in zip(weights, torch.autograd.grad(loss, weights, allow_unused=True), strict=True):
+            direction = torch.randn(weight.shape, device=weight.device)
+            if gradient is not None:
+                slope += float((gradient * direction).sum())
+                square += float(gradient.square().sum())
+        return slope, square**0.5
+    return None
 
 
 def _logged_numbers(calls: list[Any], samples: int) -> Iterator[tuple[str, tuple[float, int, str]]]:
@@ -217,10 +255,11 @@ def _as_before(trainer: Any, module: L.LightningModule) -> Iterator[Callable[[],
     The value of the context is a function that restores the module in between.
     """
     data, parts = trainer.datamodule, trainer.datamodule.parts
+    uses_gradients = not is_compiled(module)  # its code for gradients in evaluation mode would be compiled, too
     refuse = mock.Mock(side_effect=RuntimeError("it communicates between ranks"))
     with (
         isolate_rng(),
-        torch.no_grad(),
+        torch.set_grad_enabled(uses_gradients),
         set_mode(module, training=False),
         without_log(module),  # first, as the module keeps it when it is restored
         unchanged(module.modules()) as restore,

@@ -83,6 +83,39 @@ def test_later_steps_find_what_the_first_does_not(folder: Path) -> None:
     assert len((folder / "metrics.csv").read_text().splitlines()) > 1  # after a step
 
 
+class ChangesGradients(Vectors):
+    """Clips the gradient of a weight, or normalizes that of an activation, of whatever samples a pass has."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.net, self.kind = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3)), kind
+        if kind == "clips":
+            self.net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.net[:2](batch[0])
+        if self.kind == "normalizes" and hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient / gradient.norm())
+        loss = F.cross_entropy(self.net[2](hidden), batch[1])
+        if self.kind == "weights" and loss.requires_grad:  # as the adaptive weight of VQGAN
+            loss = loss + torch.autograd.grad(loss, self.net[2].weight, create_graph=True)[0].norm()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("clips", "the gradient of ChangesGradients.training_step does not divide .* in configure_gradient_clipping"),
+        ("normalizes", "the gradient of ChangesGradients.training_step does not divide"),
+        ("weights", "ChangesGradients.training_step does not divide by samples: the loss of"),
+    ],
+)
+def test_gradients_that_depend_on_the_samples_together_are_found(kind: str, message: str, folder: Path) -> None:
+    words = [*OWN, f"+module._target_={__name__}.ChangesGradients", f"+module.kind={kind}", *DIVIDED[1]]
+    with pytest.raises(UserError, match=message):
+        run_experiment(compose(folder, *words))
+
+
 class OfOneLength(VectorData):
     """A batch sampler whose batches have sequences of one length each, and others a sampler that leaves samples out."""
 
