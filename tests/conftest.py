@@ -16,8 +16,10 @@ from PIL import Image
 
 from src.data.sources.cifar import CIFAR10, CIFAR100
 from src.data.sources.shapes import Shapes
+from tests.support.caches import use_caches
 from tests.support.choices import IMAGES
 from tests.support.experiments import SHORT_RUN, SIZES
+from tests.support.fork_server import spawn_from_fork_server
 from tests.support.huggingface import save_to_disk, use_stand_in
 from tests.support.memory import disable_malloc_tuning, release_memory
 from tests.support.pool import Pool
@@ -39,6 +41,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     disable_malloc_tuning()
+    use_caches()
+    spawn_from_fork_server()
 
 
 @pytest.fixture(autouse=True)

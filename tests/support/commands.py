@@ -21,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TRAIN = ("train.py",)
+FORKING = ("-m", "tests.support.fork_server")  # train.py, whose ranks start faster
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
 TINY = [  # two epochs of 11 steps on the fixture `small`
     "model=mlp",
@@ -193,9 +194,17 @@ def wait_for_rows(folder: Path, number: int, process: "subprocess.Popen[str]") -
 
 def ranks(launcher: int) -> list[int]:
     """Return the process ids of the ranks in order, without the launcher's resource tracker."""
-    children = subprocess.run(["pgrep", "-P", str(launcher)], capture_output=True, text=True).stdout.split()
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children if Path(f"/proc/{pid}").exists()}
-    return [int(pid) for pid, command in commands.items() if "spawn_main" in command or "train.py" in command]
+    found = children(launcher)
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in found if Path(f"/proc/{pid}").exists()}
+    started = [pid for pid, command in commands.items() if "spawn_main" in command or "train.py" in command]
+    for pid in [pid for pid, command in commands.items() if "forkserver" in command]:
+        started += children(int(pid))
+    return [int(pid) for pid in started]
+
+
+def children(process: int) -> list[str]:
+    """Return the process ids of the children of a process, in their order."""
+    return subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True).stdout.split()
 
 
 def callback(name: str, **options: object) -> str:

@@ -14,8 +14,9 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from tests.support.fork_server import PRELOADED
+
 _TIMEOUT = 240.0  # seconds for one job; then all ranks are killed
-_PRELOADED = ["lightning.pytorch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "hydra"]
 _GRACE = 20.0  # seconds for the other ranks once one has failed
 
 
@@ -62,7 +63,7 @@ class Pool:
         if not all(process.is_alive() for process, _ in self._ranks):
             self.stop()
         context = mp.get_context("forkserver")  # imports once what each rank needs, in a process without threads
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(PRELOADED)
         while len(self._ranks) < count:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,))
@@ -91,9 +92,11 @@ def _serve(connection: Connection) -> None:
     import torch
 
     from onecurve.process.rank import close_process_group
+    from tests.support.caches import use_caches
     from tests.support.memory import disable_malloc_tuning, release_memory
 
     disable_malloc_tuning()
+    use_caches()
     torch.set_num_threads(1)
     logging.getLogger("lightning").setLevel(logging.WARNING)
     while True:
