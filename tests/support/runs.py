@@ -30,7 +30,7 @@ QUIET = ["logger=none", "trainer.accelerator=cpu", "trainer.enable_progress_bar=
 
 def compose(folder: Path, *overrides: str, quiet: bool = True) -> DictConfig:
     """Return the resolved configuration of a run in `folder`, as the launcher passes it to the ranks."""
-    cfg = copy.deepcopy(_composed(*(QUIET if quiet else []), *overrides))
+    cfg = copy.deepcopy(compose_words(*(QUIET if quiet else []), *overrides))
     cfg.run_dir, cfg.runtime.run_id = str(folder), folder.name
     if cfg.trainer.devices == "auto":
         cfg.trainer.devices = 1
@@ -40,7 +40,7 @@ def compose(folder: Path, *overrides: str, quiet: bool = True) -> DictConfig:
 
 
 @lru_cache(16)  # more objects would slow garbage collection down
-def _composed(*overrides: str) -> DictConfig:
+def compose_words(*overrides: str) -> DictConfig:
     """Return what Hydra composes, which takes 80 ms, as long as many a short run: values are set afterwards."""
     values = [word for word in overrides if _is_value(word)]
     cfg = copy.deepcopy(_composed_groups(*(word for word in overrides if word not in values)))

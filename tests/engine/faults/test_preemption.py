@@ -12,6 +12,7 @@ from onecurve.config.folder import saved_config
 from onecurve.process import signals
 from onecurve.records.events import read_events
 from tests.support.commands import (
+    FORKING,
     PARITY,
     TORCHRUN,
     TRAIN,
@@ -51,7 +52,7 @@ def uninterrupted(small: list[str], tmp_path_factory: pytest.TempPathFactory) ->
         pytest.param(signal.SIGINT, "all of them", TRAIN, SPAWN, id="Ctrl-C spawned", marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, "all of them", TORCHRUN, TWO, id="Ctrl-C torchrun", marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR1, "the process", TRAIN, TWO, id="launcher", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, "a rank", TRAIN, TWO, id="one rank"),
+        pytest.param(signal.SIGTERM, "a rank", FORKING, TWO, id="one rank"),
         pytest.param(signal.SIGTERM, "all of them", TRAIN, SPAWN, id="spawned", marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR1, "a rank", TORCHRUN, TWO, id="torchrun", marks=pytest.mark.slow),
     ],
