@@ -117,23 +117,24 @@ def test_equal_bits_have_one_number_of_threads(left: str | None, folder: Path, m
 
 
 WITHOUT_HYDRA = """
-import runpy, sys
+import onecurve, runpy, sys
+onecurve.Trainer, onecurve.Pipeline
+assert "hydra" not in sys.modules
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
-sys.exit("hydra" in sys.modules)
 """
 
 
 def run_demo_here(file: Path, *arguments: object) -> None:
     """Run the script inside this process, a rank of the pool or its only one."""
-    folder, argv, logger = Path.cwd(), sys.argv, logging.getLogger("onecurve")
+    argv, logger = sys.argv, logging.getLogger("onecurve")
     os.chdir(file.parent)
     sys.argv = [str(file), *map(str, arguments)]
     try:
         runpy.run_path(str(file), run_name="__main__")
     finally:
         sys.argv, logger.handlers, logger.propagate, logger.level = argv, [], True, logging.NOTSET
-        os.chdir(folder)
+        os.chdir(ROOT)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +147,7 @@ def one(demo: Path) -> Path:
     "strategy", ["pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp"))]
 )
 def test_the_script_of_the_readme_has_the_same_bits(strategy: str, demo: Path, one: Path) -> None:
-    """It needs no Hydra."""
+    """To import the trainer and the strategies needs no Hydra."""
     run_demo(demo, strategy, 2, strategy, launcher=("-c", WITHOUT_HYDRA))
     check_last_checkpoints(one, demo.parent / strategy, tolerance=0)
 
