@@ -59,7 +59,7 @@ VARIATIONS = {
 QUICK = [
     *[("sgd", world) for world in ("ddp x3", "hybrid x4", "workers")],
     ("sgd", "pipeline x2, zbv_zero_bubble"),
-    *[("adamw", world) for world in ("ddp x2, ZeRO-1", "fsdp x2")],
+    ("adamw", "ddp x2, ZeRO-1"),
     ("muon", "fsdp x4"),  # tests/engine/parity has a pipeline
     *[("mixed", world) for world in ("ddp x2, shares 3:1", "recomputed, pipeline x2")],
     ("bf16", "ddp x2"),
