@@ -5,10 +5,12 @@ these processes print goes where the fork server prints. `python -m tests.suppor
 ranks.
 """
 
+import contextlib
 import multiprocessing.context
 import os
 import runpy
 import signal
+from collections.abc import Iterator
 from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext
 from typing import Any
 
@@ -48,9 +50,14 @@ def spawn_from_fork_server() -> None:
     _contexts()["spawn"] = context
 
 
-def spawn_anew() -> None:
-    """Let the start method `spawn` start an interpreter, as without tests."""
-    _contexts()["spawn"] = SpawnContext()
+@contextlib.contextmanager
+def new_interpreters() -> Iterator[None]:
+    """Let the start method `spawn` start interpreters, as outside of tests."""
+    context, _contexts()["spawn"] = _contexts()["spawn"], SpawnContext()
+    try:
+        yield
+    finally:
+        _contexts()["spawn"] = context
 
 
 def _contexts() -> dict[str, Any]:

@@ -24,6 +24,7 @@ from onecurve.parallel.ddp import DDP
 from onecurve.parallel.pipeline.schedules import SCHEDULES
 from tests.support.comparison import TOLERANCE, check_replicas, distances
 from tests.support.experiments import EXPERIMENTS, SHORT, SHORT_RUN, SHORT_STEPS
+from tests.support.fork_server import new_interpreters
 from tests.support.pool import Pool, RankFailed
 from tests.support.runs import STRATEGIES, Record, compose, fit, fit_ranks
 
@@ -167,7 +168,8 @@ def test_agrees_with_single_process(
     strategy, devices, options = (WORLDS | OPTIONS | SCHEDULED | UNEVEN | ACCUMULATED)[world]
     chosen = [*EXPERIMENTS[experiment], f"strategy={strategy}", f"trainer.devices={devices}", *options]
     cfg = compose(folder, *small, "experiment=parity", *length, *chosen)
-    records = fit_ranks(cfg, pool)
+    with new_interpreters() if strategy == "ddp_spawn" else nullcontext():  # other tests spawn from the fork server
+        records = fit_ranks(cfg, pool)
     reference = single_process(experiment, length)
     assert {name for record in records for name in record.final} == set(reference.final)
     losses, weights = (
