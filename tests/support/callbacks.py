@@ -16,13 +16,14 @@ from onecurve.run.stopping import Watchdog
 
 
 class Slow(L.Callback):
-    """Sleep `seconds` in each step, and a minute in step `at`."""
+    """Sleep `seconds` in each step from the step `since` on, and a minute in step `at`."""
 
-    def __init__(self, seconds: float, at: int | None = None) -> None:
-        self.seconds, self.at = seconds, at
+    def __init__(self, seconds: float, at: int | None = None, since: int = 0) -> None:
+        self.seconds, self.at, self.since = seconds, at, since
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        time.sleep(60 if trainer.global_step == self.at else self.seconds)
+        if trainer.global_step >= self.since:
+            time.sleep(60 if trainer.global_step == self.at else self.seconds)
 
 
 class WaitForSignal(L.Callback):

@@ -14,8 +14,10 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from onecurve.launch.workers import PRELOADED
+
+_PRELOADED = ["torch.distributed.fsdp", "torch.distributed.pipelining", "hydra", "tests.support.runs"]
 _TIMEOUT = 240.0  # seconds for one job; then all ranks are killed
-_PRELOADED = ["lightning.pytorch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "hydra"]
 _GRACE = 20.0  # seconds for the other ranks once one has failed
 
 
@@ -62,7 +64,7 @@ class Pool:
         if not all(process.is_alive() for process, _ in self._ranks):
             self.stop()
         context = mp.get_context("forkserver")  # imports once what each rank needs, in a process without threads
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload([*PRELOADED, *_PRELOADED])
         while len(self._ranks) < count:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,))

@@ -63,6 +63,8 @@ def is_own_recipe(choice: Choice) -> bool:
     return group == "experiment" and not chosen_by(name).isdisjoint({*OWN, *FILES})
 
 
+# The recipe of resnet18 with larger networks, which tests/template/models trains as well.
+SAME_RECIPE = ("resnet34", "resnet50")
 OWN = [choice for choice in FOUND if is_own(choice)]
 OWN += [choice for choice in FOUND if choice not in OWN and is_own_recipe(choice)]
 ALL = [choice for choice in FOUND if choice not in OWN]
@@ -140,7 +142,11 @@ def row_id(choices: tuple[Choice, ...]) -> str:
 
 
 # The project's choices are built where they are trained; one of them keeps the list from being empty.
-@pytest.mark.parametrize("choice", [("model", "mlp"), *OWN], ids=lambda choice: "=".join(choice))
+@pytest.mark.parametrize(
+    "choice",
+    [("model", "mlp"), *(("experiment", name) for name in SAME_RECIPE), *OWN],
+    ids=lambda choice: "=".join(choice),
+)
 def test_builds(choice: Choice, local_data: dict[str, list[str]], folder: Path) -> None:
     """Misspelled options, wrong types and unused options fail here."""
     if choice in OWN and choice[0] in ("data", "experiment"):
@@ -154,7 +160,10 @@ def test_builds(choice: Choice, local_data: dict[str, list[str]], folder: Path) 
     assert data.description
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize(
+    "experiment",
+    [pytest.param(name, marks=pytest.mark.slow if name in SAME_RECIPE else []) for name in EXPERIMENTS],
+)
 def test_experiments_train(experiment: str, local_data: dict[str, list[str]], pool: Pool, folder: Path) -> None:
     row = (("experiment", experiment),)
     check_trains([*data_words(row, local_data), *words(*row)], pool, folder)

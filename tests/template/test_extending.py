@@ -25,7 +25,7 @@ from tests.support.commands import ROOT, run_here
 from tests.support.pool import Pool
 from tests.support.runs import QUIET, compose
 
-TINY = ["data.batch_size=16", "trainer.max_epochs=2", "trainer.limit_train_batches=3", "trainer.log_every_n_steps=1"]
+TINY = ["data.batch_size=16", "trainer.max_epochs=1", "trainer.limit_train_batches=3", "trainer.log_every_n_steps=1"]
 LIMITS = [f"trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test")]
 PAGES = "\n".join((ROOT / "docs" / name).read_text() for name in ("extending.md", "first_hour.md", "migration.md"))
 OWN_DATA = ("data=", "experiment=brackets", "experiment=moons")

@@ -21,7 +21,7 @@ TWO, THREE, FOUR = (["strategy=ddp", f"trainer.devices={count}"] for count in (2
 PIPELINE, FSDP = (["trainer.devices=2", f"strategy={name}"] for name in ("pipeline", "fsdp"))
 ROWS = [
     ("averaged", "on_train_batch_start", 3, TWO, ONE),
-    ("averaged", "on_train_batch_start", 7, ONE, THREE),
+    pytest.param("averaged", "on_train_batch_start", 7, ONE, THREE, marks=pytest.mark.slow),  # the last row, reversed
     ("averaged", "on_validation_end", 5, PIPELINE, TWO),
     ("averaged", "on_train_epoch_end", 5, FSDP, PIPELINE),
     ("metrics", "on_train_batch_start", 3, TWO, FOUR),

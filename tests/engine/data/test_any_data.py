@@ -108,10 +108,18 @@ def test_random_transforms_and_dropout_are_the_same(
     check_equal(records, references["regression"])
 
 
-@pytest.mark.parametrize("project", ["segmentation", "text"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
+@pytest.mark.parametrize(
+    ("strategy", "project"),
+    [
+        *[("ddp", "text"), ("fsdp", "segmentation"), ("pipeline", "text")],
+        *[
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (("ddp", "segmentation"), ("fsdp", "text"), ("pipeline", "segmentation"))
+        ],
+    ],
+)
 def test_other_tasks(
-    project: str, strategy: str, short: list[str], references: dict[str, Record], pool: Pool, folder: Path
+    strategy: str, project: str, short: list[str], references: dict[str, Record], pool: Pool, folder: Path
 ) -> None:
     words = [*PROJECTS[project], f"strategy={strategy}", "trainer.devices=2"]
     check_equal(fit_ranks(compose(folder, *short, *words), pool, test=True), references[project])
@@ -310,10 +318,14 @@ def test_a_stage_without_a_loader_is_refused(short: list[str], folder: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "function"),
-    [("AugmentsOnDevice", "on_after_batch_transfer"), ("AugmentsInCollate", "collate_fn")],
+    ("name", "function", "workers"),
+    [
+        ("AugmentsOnDevice", "on_after_batch_transfer", 0),
+        ("AugmentsInCollate", "collate_fn", 0),
+        ("AugmentsInCollate", "collate_fn", 1),
+        pytest.param("AugmentsOnDevice", "on_after_batch_transfer", 1, marks=pytest.mark.slow),  # no worker calls it
+    ],
 )
-@pytest.mark.parametrize("workers", [0, 1])
 def test_refuses_random_numbers_for_a_part_of_the_batch(
     name: str, function: str, workers: int, short: list[str], folder: Path
 ) -> None:

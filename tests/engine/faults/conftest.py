@@ -11,6 +11,8 @@ from uuid import uuid4
 
 import pytest
 
+from tests.support.commands import children
+
 _MARK = "STARTED_BY_TEST"
 _SHARED = Path("/dev/shm")
 _OURS = ("torch_", "sem.", "psm_")  # prefixes of torch and multiprocessing
@@ -32,11 +34,16 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def _processes(mark: str) -> list[str]:
-    """Return the command lines of processes that carry the mark, except the pool's ranks, which live on."""
+    """Return the command lines of processes that carry the mark, except the pool's ranks, which live on.
+
+    The children of the fork server have its environment.
+    """
     ours = {str(child.pid) for child in multiprocessing.active_children()}
     ours |= {str(resource_tracker._resource_tracker._pid), str(forkserver._forkserver._forkserver_pid)}
-    marked = [folder for folder in Path("/proc").glob("[0-9]*") if f"{_MARK}={mark}" in _text(folder / "environ")]
-    return [_text(folder / "cmdline").replace("\0", " ") for folder in marked if folder.name not in ours]
+    started = [folder for folder in Path("/proc").glob("[0-9]*") if f"{_MARK}={mark}" in _text(folder / "environ")]
+    server = forkserver._forkserver._forkserver_pid
+    started += [Path("/proc", child) for child in (children(server) if server else [])]
+    return [_text(folder / "cmdline").replace("\0", " ") for folder in started if folder.name not in ours]
 
 
 def _segments(before: set[str]) -> list[str]:

@@ -30,7 +30,8 @@ def test_shrinks_and_grows_back(devices: int, small: list[str], folder: Path) ->
     """Rank 1 dies twice before the first checkpoint; its device returns after one."""
     left = devices - 1
     waits = [callback("WaitForKills", at=8, kills=2), callback("WaitForSignal", at=13, world_size=left)]
-    task = [*small, *PARITY, *waits, slow(0.2), "test=false", "launch.elastic=true", f"run_dir={folder}"]
+    slowly = [slow(0.2), "+callbacks.slow.since=13"]  # so that the last steps take longer than a look for signals
+    task = [*small, *PARITY, *waits, *slowly, "test=false", "launch.elastic=true", f"run_dir={folder}"]
     process = start(*task, "strategy=ddp", f"trainer.devices={devices}", ELASTIC_PAUSE="0.2")
     for number in (1, 2):
         wait_for_start(number, folder, process)

@@ -27,7 +27,7 @@ def main() -> None:
 
     cases = [case for case in CASES if case.title in (sys.argv[1:] or QUICK)]
     sabotages = " ".join(f"+callbacks.{name}._target_=tests.engine.gpu.sabotages.{name}" for name in SABOTAGES)
-    cases.append(Case("sabotaged", sabotages))
+    cases.append(Case("sabotaged", f"model=mlp {sabotages}"))
     kept = read_rows()
     results = {
         case.title: {"result": asdict(result), "problems": problems(case, result, kept)}

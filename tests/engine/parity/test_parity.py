@@ -1,7 +1,7 @@
 """A run is the same under every strategy and world size, to 1e-9 in float64.
 
-Each strategy in conf/strategy makes a short run. `make test-all` adds all world sizes, with the 20 steps of the shipped
-experiment.
+Each strategy in conf/strategy makes a short run, but those that are DDP here. `make test-all` adds all world sizes,
+with the 20 steps of the shipped experiment.
 """
 
 import functools
@@ -85,12 +85,14 @@ def _experiment(schedule: str, devices: int) -> str:
     return "deep" if SCHEDULES[schedule].stages_per_rank * devices > FEW_BLOCKS else "sgd"
 
 
+DEFAULT = "1f1b"  # the schedule of "pipeline x2"
+AS_DDP = ("auto", "best")  # on several processes; tests/engine/parallel/test_ddp.py and tests/engine/extras/plan
 QUICK = [
-    *[("sgd", f"{strategy} x{4 if strategy in ON_FOUR else 2}") for strategy in STRATEGIES],
+    *[("sgd", f"{name} x{4 if name in ON_FOUR else 2}") for name in STRATEGIES if name not in AS_DDP],
     ("adamw", "ddp x4, ZeRO-1"),  # tests/engine/faults/test_travel.py and tests/engine/bits have more
     *[("muon", world) for world in ("ddp x2, ZeRO-1", "pipeline x2, zbv_zero_bubble")],
-    *[(_experiment(schedule, 2), f"pipeline x2, {schedule}") for schedule in SCHEDULES],
-    *[("sgd", f"{name}, accumulate 2") for name in ("fsdp x2", "pipeline x2")],
+    *[(_experiment(schedule, 2), f"pipeline x2, {schedule}") for schedule in SCHEDULES if schedule != DEFAULT],
+    ("sgd", "pipeline x2, accumulate 2"),  # test_experiments.py accumulates under FSDP
     ("sgd", "ddp x1, accumulate 4"),
     *[("sgd", world) for world in ("ddp x2, shares 3:1", "ddp x3, accumulate 2")],
     *[("mixed", world) for world in ("ddp x3", "hybrid x4, shares 3:1")],

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.support.comparison import TOLERANCE, relative
 from tests.support.interruption import die, run_on_ranks
 from tests.support.pool import Pool
-from tests.support.runs import compose, fit
+from tests.support.runs import Record, compose, fit
 
 OWN = ["~data", "~module", "~model", "~optimizer", "~scheduler", "callbacks=none", "test=false"]
 OWN += ["trainer.log_every_n_steps=1", "trainer.max_epochs=3", "+data._target_=tests.support.habits.VectorData"]
@@ -74,12 +74,23 @@ class Beta(L.Callback):
         pl_module.beta = self.count / 10
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("hardware", HARDWARE)
-def test_resumed_and_undisturbed_runs_agree(hardware: str, place: str, pool: Pool, folder: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Record:
+    return fit(compose(tmp_path_factory.mktemp("whole"), *OWN))
+
+
+ROWS = [
+    # Replicas have the attributes of one process: one place shows that each rank restores its own.
+    pytest.param(hardware, place, marks=pytest.mark.slow if hardware == "ddp" and number else [])
+    for hardware in HARDWARE
+    for number, place in enumerate(PLACES)
+]
+
+
+@pytest.mark.parametrize(("hardware", "place"), ROWS)
+def test_resumed_and_undisturbed_runs_agree(hardware: str, place: str, whole: Record, pool: Pool, folder: Path) -> None:
     words, devices = [*OWN, *HARDWARE[hardware]], 2 if hardware != "one" else 1
     words.append(f"trainer.devices={devices}")
-    whole = fit(compose(folder / "whole", *OWN))
     run_on_ranks(pool, devices, die, compose(folder / "run", *words), *PLACES[place])
     resumed = compose(folder / "run", *words, f"ckpt_path={folder}/run/died.ckpt")
     for record in run_on_ranks(pool, devices, fit, resumed):

@@ -1,5 +1,7 @@
 """A network that `setup` or `configure_model` makes is normalized, dropped out and converted like any other."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from tests.support.comparison import TOLERANCE, check_replicas, check_resumed, c
 from tests.support.habits import Vectors
 from tests.support.interruption import die, run_on_ranks
 from tests.support.pool import Pool
-from tests.support.runs import compose, fit, fit_ranks
+from tests.support.runs import Record, compose, fit, fit_ranks
 
 OWN = ["~data", "~module", "~model", "~optimizer", "~scheduler", "callbacks=none", "test=false"]
 OWN += ["trainer.log_every_n_steps=1", "trainer.max_epochs=2", "+data._target_=tests.support.habits.VectorData"]
@@ -68,26 +70,47 @@ def of_class(module: type) -> list[str]:
     return [*OWN, f"+module._target_={__name__}.{module.__name__}"]
 
 
-@pytest.mark.parametrize("hardware", [[], TWO, ["strategy=fsdp", TWO[1]], ["trainer.accumulate_grad_batches=2"]])
-@pytest.mark.parametrize("late", [InSetup, InConfigureModel])
-def test_trains_as_one_of_the_constructor(late: type, hardware: list[str], pool: Pool, folder: Path) -> None:
-    reference = fit(compose(folder / "early", *of_class(Early)))
-    records = fit_ranks(compose(folder / "late", *of_class(late), *hardware), pool)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type], Record]:
+    """Return a function that trains a module on one process, once."""
+    return functools.cache(lambda module: fit(compose(tmp_path_factory.mktemp("whole"), *of_class(module))))
+
+
+HARDWARE = {"one": [], "ddp": TWO, "fsdp": ["strategy=fsdp", TWO[1]], "micro": ["trainer.accumulate_grad_batches=2"]}
+ROWS = [
+    *[(InSetup, name) for name in HARDWARE],
+    *[(InConfigureModel, name) for name in ("one", "fsdp")],
+    *[pytest.param(InConfigureModel, name, marks=pytest.mark.slow) for name in ("ddp", "micro")],
+]
+
+
+@pytest.mark.parametrize(("late", "hardware"), ROWS)
+def test_trains_as_one_of_the_constructor(
+    late: type, hardware: str, whole: Callable[[type], Record], pool: Pool, folder: Path
+) -> None:
+    reference = whole(Early)
+    records = fit_ranks(compose(folder, *of_class(late), *HARDWARE[hardware]), pool)
     check_replicas(records)
     for record in records:
         assert max(distances(record, reference)) < TOLERANCE
-    check_same_rows(folder / "late", folder / "early")
+    check_same_rows(folder, reference.file.parent)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("late", [InSetup, InConfigureModel])
-def test_resumes(late: type, devices: int, pool: Pool, folder: Path) -> None:
-    reference = fit(compose(folder / "whole", *of_class(late)))
+@pytest.mark.parametrize(
+    ("late", "devices"),
+    [
+        (InSetup, 1),
+        (InConfigureModel, 2),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in ((InSetup, 2), (InConfigureModel, 1))),
+    ],
+)
+def test_resumes(late: type, devices: int, whole: Callable[[type], Record], pool: Pool, folder: Path) -> None:
+    reference = whole(late)
     words = [*of_class(late), *TWO, f"trainer.devices={devices}"]
-    run_on_ranks(pool, devices, die, compose(folder / "run", *words), "on_train_batch_start", 5)
-    resumed = compose(folder / "run", *words, f"ckpt_path={folder}/run/died.ckpt")
+    run_on_ranks(pool, devices, die, compose(folder, *words), "on_train_batch_start", 5)
+    resumed = compose(folder, *words, f"ckpt_path={folder}/died.ckpt")
     check_resumed(run_on_ranks(pool, devices, fit, resumed), reference, done=5)
-    check_same_rows(folder / "run", folder / "whole")
+    check_same_rows(folder, reference.file.parent)
 
 
 def test_weights_are_not_rounded(folder: Path) -> None:

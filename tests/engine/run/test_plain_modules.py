@@ -89,11 +89,23 @@ def test_resumes_under_another_strategy(task: list[str], reference: Record, pool
     check_resumed([resumed], reference, done=5)
 
 
-@pytest.mark.parametrize(("here", "there"), [(1, 1), (2, 1), (1, 2)])
-def test_metrics_accumulate_over_a_resumption(here: int, there: int, task: list[str], pool: Pool, folder: Path) -> None:
+@pytest.fixture(scope="module")
+def accumulating(task: list[str]) -> list[str]:
+    """Return the overrides of a module with metrics of many kinds."""
+    return [*task, *of_class("Accumulates"), "test=false", "strategy=ddp", "trainer.max_steps=10"]
+
+
+@pytest.fixture(scope="module")
+def accumulated(accumulating: list[str], tmp_path_factory: pytest.TempPathFactory) -> Record:
+    return fit(compose(tmp_path_factory.mktemp("accumulated"), *accumulating))
+
+
+@pytest.mark.parametrize(("here", "there"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 1), (1, 2)])
+def test_metrics_accumulate_over_a_resumption(
+    here: int, there: int, accumulating: list[str], accumulated: Record, pool: Pool, folder: Path
+) -> None:
     """The run stops at the end of the first epoch, and within the second."""
-    words = [*task, *of_class("Accumulates"), "test=false", "strategy=ddp", "trainer.max_steps=10"]
-    reference = fit(compose(folder, *words))
+    words, reference = accumulating, accumulated
     run_on_ranks(pool, here, fit, compose(folder / "end", *words, f"trainer.devices={here}", "trainer.max_steps=5"))
     within = compose(folder / "within", *words, f"trainer.devices={here}")
     run_on_ranks(pool, here, die, within, "on_train_batch_start", 7)

@@ -104,8 +104,16 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", FOUND)
+# Each kind at a log point, and each place with one kind.
+QUICK = [*((kind, "log point") for kind in FOUND), ("rate", "validation"), ("center", "save")]
+ROWS = [
+    pytest.param(kind, place, marks=[] if (kind, place) in QUICK else pytest.mark.slow)
+    for kind in FOUND
+    for place in PLACES
+]
+
+
+@pytest.mark.parametrize(("kind", "place"), ROWS)
 def test_found(kind: str, place: str, pool: Pool, folder: Path) -> None:
     words = [*OWN, *FOUND[kind], "strategy=ddp", *PLACES[place]]
     with pytest.raises(RankFailed, match=f"UserError: {MESSAGES[kind]}") as caught:
@@ -134,7 +142,10 @@ class WithCode(Vectors):
         self.net[4] = Coded() if is_moved else nn.Linear(32, 3).requires_grad_(False)
 
 
-@pytest.mark.parametrize(("way", "devices"), [("bit_exact=true", 2), ("bit_exact=true", 4), ("bit_exact=false", 2)])
+@pytest.mark.parametrize(
+    ("way", "devices"),
+    [("bit_exact=true", 4), ("bit_exact=false", 2), pytest.param("bit_exact=true", 2, marks=pytest.mark.slow)],
+)
 def test_a_write_into_a_gathered_weight(way: str, devices: int, pool: Pool, folder: Path) -> None:
     """Of four virtual ranks on four processes the weights are shards before the only pass, and gathered after it."""
     words = [*OWN, f"+module._target_={__name__}.WithCode", "strategy=fsdp", way, f"trainer.devices={devices}"]

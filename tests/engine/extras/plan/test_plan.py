@@ -148,7 +148,7 @@ def test_a_strategy_of_ones_own_names_its_plan(folder: Path) -> None:
 
 
 def test_the_best_fits_and_auto_is_kept_unless_another_is_clearly_faster(folder: Path) -> None:
-    cfg = compose(folder, *TASK, "trainer.devices=2", "trainer.num_nodes=2")
+    cfg = compose(folder, *TASK, "trainer.devices=2", "trainer.num_nodes=2", "model.width=4")
     plan = make_plan(cfg, [])
     assert plan.candidates[0].reason == ""
     assert all(candidate.reason for candidate in plan.candidates[1:])

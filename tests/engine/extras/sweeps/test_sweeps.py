@@ -84,12 +84,18 @@ def test_sweep_continues_after_a_failed_job(fate: str, error: str, small: list[s
     assert {run["run_group"] for run in recorded} == {"sweep"}
 
 
-def test_sweep_stops_if_no_job_can_start(small: list[str], tmp_path: Path) -> None:
+def test_sweep_stops_if_no_job_can_start(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A job that only its own options keep from starting does not stop the sweep."""
+    at_exit: list[Any] = []
+    monkeypatch.setattr("atexit.register", lambda *call: at_exit.append(call))
     arguments = ["-m", *small, *MLP, "logger=none", "seed=0,1"]
-    out, err = run(*arguments, "+optimizer.lrr=1", f"hydra.sweep.dir={tmp_path}/one", code=1)
+    _, err = run_here(*arguments, "+optimizer.lrr=1", f"hydra.sweep.dir={tmp_path}/one", code=1)
     assert error_line(err).startswith("error: no job can start: optimizer.lrr: torch.optim.SGD has no option `lrr`")
-    assert "1 jobs in" in out
+    for function, *options in at_exit:
+        function(*options)
+    assert "1 jobs in" in capsys.readouterr().out
     _, err = run_here(*arguments, "ckpt_path=nowhere,no", f"hydra.sweep.dir={tmp_path}/all", code=1)
     assert err.count("there is no such file") == 4
 
