@@ -93,12 +93,13 @@ class ChangesGradients(Vectors):
             self.net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        hidden = self.net[:2](batch[0])
+        first, relu, last = self.net
+        hidden = relu(first(batch[0]))
         if self.kind == "normalizes" and hidden.requires_grad:
             hidden.register_hook(lambda gradient: gradient / gradient.norm())
-        loss = F.cross_entropy(self.net[2](hidden), batch[1])
+        loss = F.cross_entropy(last(hidden), batch[1])
         if self.kind == "weights" and loss.requires_grad:  # as the adaptive weight of VQGAN
-            loss = loss + torch.autograd.grad(loss, self.net[2].weight, create_graph=True)[0].norm()
+            loss = loss + torch.autograd.grad(loss, [*last.parameters()], create_graph=True)[0].norm()
         return loss
 
 
