@@ -90,7 +90,7 @@ class ChangesGradients(Vectors):
         super().__init__()
         self.net, self.kind = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3)), kind
         if kind == "clips":
-            self.net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+            next(self.net.parameters()).register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         first, relu, last = self.net
