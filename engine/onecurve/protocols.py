@@ -111,7 +111,8 @@ class Strategy(Protocol):
 
     Attributes:
         distributed_sampler_kwargs: the division of a batch: `num_replicas`, `rank`, and if they apply
-            `num_microbatches`, `shares`, `in_turn`, `group` (of the replicas), `model_group` (that hold one network).
+            `num_microbatches`, `shares`, `in_turn`, `group` (of the replicas), `model_group` (that hold one network),
+            `has_own_weights` (ranks between two averages of them).
         shares: relative numbers of samples of the ranks, or None.
         module_needs: attributes that a module must have, each with what it is.
         data_parallel: `fsdp` if it shards weights beside another division.

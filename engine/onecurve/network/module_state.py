@@ -14,6 +14,7 @@ from torchmetrics import Metric, MetricCollection
 from onecurve.network.object_state import Restore, Snapshot, restore_of_tensor
 
 _INTERNAL = vars(nn.Module()).keys()  # attributes of torch's own
+_OPTIONS = ("p", "momentum", "eps")  # of layers of torch
 _LIGHTNINGS = vars(L.LightningModule()).keys()  # attributes of any module
 
 
@@ -21,12 +22,12 @@ def all_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of the user's modules by name, metrics and layers of this library left out."""
     found = {}
     for name, part in module.named_modules():
-        is_known = isinstance(part, Metric | MetricCollection) or type(part).__module__.startswith("onecurve.")
+        is_own = type(part).__module__.startswith("onecurve.")  # a layer of torch that is another kind here
         weights = [key for key, _ in part.named_parameters(recurse=False)]
         # `weight` of `weight_v`, as by weight_norm, and of `weight_orig`, as by spectral_norm and pruning
         computed = {key.rpartition("_")[0] for key in weights if key.endswith(("_v", "_orig"))}
-        for key, value in {} if is_known else vars(part).items():
-            if key not in _LIGHTNINGS and key not in computed:
+        for key, value in {} if isinstance(part, Metric | MetricCollection) else vars(part).items():
+            if key not in _LIGHTNINGS and key not in computed and (not is_own or key in _OPTIONS):
                 found[f"{name}.{key}".lstrip(".")] = value
     return found
 

@@ -109,7 +109,8 @@ class DDP(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return super().distributed_sampler_kwargs | {"shares": self.shares}
+        has_own_weights = self.comm_hook == "post_local_sgd"  # each rank
+        return super().distributed_sampler_kwargs | {"shares": self.shares, "has_own_weights": has_own_weights}
 
     def check_virtual_ranks(self, count: int, world_size: int) -> None:
         """Raise a UserError for a hook, which does not add gradients as they are."""

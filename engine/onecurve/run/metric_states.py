@@ -291,6 +291,8 @@ def _metrics_to_save(trainer: L.Trainer, module: L.LightningModule, is_within_ep
     else:
         finished += results.values()
     reset = {id(item.value) for item in finished}  # metrics have an `==` of their own
+    if is_within_epoch:  # training has gone on with a metric that a validation logs as well
+        reset -= {id(item.value) for item in results.values()}
     return accumulated | {name: metric for name, metric in _metrics(module).items() if id(metric) not in reset}
 
 

@@ -50,12 +50,16 @@ class EqualWeights(L.Callback):
 class ReplicaCheck(L.Callback):
     """Refuses ranks with different learning rates, buffers or frozen weights, and warns of different attributes.
 
-    After the first step they compare trained weights as well: a layer may take their first values from its samples.
-    Ranks exchange hashes of them at the first step, at log points, before a checkpoint is written, and before a
-    validation, whose forward pass lets DDP replace the buffers by those of rank zero.
+    They compare trained weights as well, the first time in a run, also one that goes on: a layer may take their first
+    values from its samples, and a step may write their gradients. Ranks exchange hashes at the first step, at log
+    points, before a checkpoint is written, and before a validation, whose forward pass lets DDP replace the buffers by
+    those of rank zero.
     """
 
-    _has_warned = False
+    _has_warned = _is_first = False
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._is_first = not (trainer.distributed_sampler_kwargs or {}).get("has_own_weights", False)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if is_log_point(trainer, trained_steps(trainer)):
@@ -71,8 +75,8 @@ class ReplicaCheck(L.Callback):
             return
         known = {} if self._has_warned else bits(attributes(pl_module))
         state = _state(pl_module) | _weights_of_others(trainer, pl_module)
-        if trained_steps(trainer) == 1:
-            state |= dict(pl_module.named_parameters())
+        if self._is_first and trainer.training:
+            self._is_first, state = False, state | dict(pl_module.named_parameters())
         rates, changed, others = _differing([_rates(trainer), bits(state), known])
         cause = "differs between the ranks: each has changed it by samples or metrics of its own."
         for name in rates:

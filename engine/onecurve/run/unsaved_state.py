@@ -9,6 +9,7 @@ import lightning as L
 import numpy as np
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from onecurve.network.module_state import all_attributes
@@ -16,43 +17,62 @@ from onecurve.network.object_state import leaves_of
 from onecurve.run.replicas import bits
 
 _log = logging.getLogger(__name__)
+_SAVED = {*vars(Optimizer([nn.Parameter()], {})), "_step_count", "_opt_called"}  # a schedule sets some
 
 
 class UnsavedStateCheck(L.Callback):
-    """Names, at the first save, what changes after the first step and no checkpoint holds.
+    """Names what changes after the first step and no checkpoint holds, at the saves of this epoch and the next one.
 
     These are numbers and tensors within containers and objects, such as the rate of a moving average; schedules that
-    the module steps itself; and buffers with `persistent=False`. `Attributes` saves numbers and tensors that are
-    attributes themselves. A list that has grown is not named: most are emptied after an epoch.
+    the module steps itself; buffers with `persistent=False`; numbers of the training dataset; what an optimizer keeps
+    besides its `state`, as one that wraps another; and gradients that a module adds up over batches. `Attributes` saves
+    numbers and tensors that are attributes of modules themselves. A list that has grown is not named: most are emptied
+    after an epoch.
     """
 
-    _is_due = False  # a search for the learning rate saves before training starts
     _first: dict[str, list[Any]] | None = None
+    _begun, _updates = 0, 0  # a search for the learning rate saves before training starts
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._is_due, self._first, self._begun = not is_overridden("on_save_checkpoint", pl_module), None, 0
+        self._first, self._begun, self._named = None, 0, set[str]()
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self._begun += 1
-        if self._is_due and self._begun == 2:  # the first step makes what is made once, such as a table of positions
-            self._first = dict(_unsaved(trainer, pl_module))
+        self._begun, self._updates = self._begun + 1, trainer.global_step  # of all optimizers
+        if self._begun == 2 and not is_overridden("on_save_checkpoint", pl_module):
+            # The first step makes what is made once, such as a table of positions.
+            self._first, self._epoch = dict(_unsaved(trainer, pl_module)), trainer.current_epoch
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        if not self._is_due or self._first is None:
+        if self._begun:
+            self._name_gradients(trainer, pl_module)
+        if self._first is None:
             return
-        self._is_due, now = False, dict(_unsaved(trainer, pl_module))
+        now = dict(_unsaved(trainer, pl_module))
         # NaN is unequal to itself, but not its text.
-        changed = [
+        changed = {
             name
             for name, values in self._first.items()
             if name not in checkpoint["attributes"] and repr(now.get(name, [])[: len(values)]) != repr(values)
-        ]
-        self._first = None
-        if changed:
+        }
+        if trainer.current_epoch > self._epoch:
+            self._first = None
+        if changed - self._named:
             _log.warning(
                 "no checkpoint holds %s, which training changes: a run that goes on begins with what the constructor "
                 "gives. If the loss or a hook reads it, register it as a buffer, or save it in on_save_checkpoint",
-                ", ".join(sorted(changed)),
+                ", ".join(sorted(changed - self._named)),
+            )
+        self._named |= changed
+
+    def _name_gradients(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Warn if the latest batch has updated no weights, and so its gradients are for a later update."""
+        has_updated = trainer.global_step != self._updates or trainer.global_step == 0
+        has_gradients = any(weight.grad is not None for weight in module.parameters())
+        if has_gradients and not has_updated and "gradients" not in self._named:
+            self._named.add("gradients")
+            _log.warning(
+                "no checkpoint holds gradients: a run that goes on from this one lacks those that the module has added "
+                "up since its last optimizer step. Let trainer.accumulate_grad_batches divide a larger batch instead"
             )
 
 
@@ -63,6 +83,17 @@ def _unsaved(trainer: L.Trainer, module: nn.Module) -> Iterator[tuple[str, list[
             yield name, [] if value in schedules else [value.last_epoch]
         elif not (isinstance(value, Tensor) and value.requires_grad):  # which is of one step
             yield name, [_summary(leaf) for leaf in leaves_of(value)]
+    for number, optimizer in enumerate(trainer.optimizers):
+        is_known = type(optimizer).__module__.startswith(("torch.", "onecurve."))
+        for name, value in () if is_known else vars(optimizer).items():
+            is_inner = isinstance(value, Optimizer)  # whose state may be that of the outer one
+            if name not in _SAVED and not (is_inner and optimizer.state_dict()["state"]):
+                leaves = leaves_of(value.state if is_inner else value)
+                yield f"{name} of optimizer {number}", [_summary(leaf) for leaf in leaves]
+    dataset = getattr(trainer.train_dataloader, "dataset", None)
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        if isinstance(value, int | float):
+            yield f"{name} of {type(dataset).__name__}", [value]
     saved = module.state_dict().keys()
     for name, buffer in module.named_buffers():
         if name not in saved:

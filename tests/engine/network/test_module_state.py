@@ -13,8 +13,17 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from onecurve.network.module_state import unchanged
+from onecurve.network.module_state import attributes, unchanged
+from onecurve.random.dropout import use_sample_dropout
 from tests.support.habits import Meter
+
+
+def test_a_converted_layer_has_the_attributes_of_torch() -> None:
+    """A callback may change the probability of dropout."""
+    module: Any = L.LightningModule()
+    module.net, module.scale = nn.Sequential(nn.Dropout(0.25)), 2
+    use_sample_dropout(module)
+    assert attributes(module) == {"net.0.p": 0.25, "scale": 2}
 
 
 def test_modules_are_as_before() -> None:

@@ -41,10 +41,13 @@ class Measured(BoringModel):
     def __init__(self) -> None:
         super().__init__()
         self.val_listed, self.listed, self.window = Listed(), Listed(), Running(SumMetric(), window=4)
+        self.shared = SumMetric()  # by training and validation
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(self(batch))
         self.listed.update(batch)
+        self.shared.update(batch[:, 0].double())
+        self.log("shared", self.shared, on_step=False, on_epoch=True)
         self.window.update(batch[:, 0].double().sum())
         return loss
 
@@ -58,13 +61,18 @@ class Measured(BoringModel):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.val_listed.update(batch)
         self.log("val_listed", self.val_listed)
+        self.shared.update(batch[:, 0].double())
+        self.log("val_shared", self.shared)
 
 
 class Interrupted(L.Callback):
-    """Saves before the last step of the first epoch, and ends the run."""
+    """Saves before a step, and ends the run."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == 5 and trainer.ckpt_path is None:
+        if trainer.global_step == self.step and trainer.ckpt_path is None:
             trainer.save_checkpoint(Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt")
             raise KeyboardInterrupt
 
@@ -79,9 +87,9 @@ def fit(folder: Path, devices: int, bit_exact: bool, *callbacks: L.Callback) -> 
     trainer.fit(Measured(), train, val, ckpt_path="last")
 
 
-def interrupt(folder: Path, devices: int, bit_exact: bool) -> None:
+def interrupt(folder: Path, devices: int, bit_exact: bool, step: int) -> None:
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        fit(folder, devices, bit_exact, Interrupted())
+        fit(folder, devices, bit_exact, Interrupted(step))
 
 
 @pytest.mark.parametrize("bit_exact", [False, True])
@@ -90,6 +98,7 @@ def test_a_metric_has_all_samples(bit_exact: bool, pool: Pool, folder: Path) -> 
     fit(folder / "one", 1, bit_exact)
     pool.run(2, fit, folder / "two", 2, bit_exact)
     check_same_rows(folder / "one", folder / "two")
-    interrupt(folder / "continued", 1, bit_exact)
-    pool.run(2, fit, folder / "continued", 2, bit_exact)
-    check_same_rows(folder / "one", folder / "continued")
+    for step in (5, 10):  # of six in an epoch
+        interrupt(folder / f"{step}", 1, bit_exact, step)
+        pool.run(2, fit, folder / f"{step}", 2, bit_exact)
+        check_same_rows(folder / "one", folder / f"{step}")

@@ -2,16 +2,18 @@
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onecurve.errors import UserError
 from tests.support.comparison import read_rows
 from tests.support.habits import Vectors
+from tests.support.interruption import die
 from tests.support.pool import Pool, RankFailed
 from tests.support.runs import compose, fit
 
@@ -65,6 +67,33 @@ class Centers(Vectors):
 def test_first_values_from_samples(strategy: str, message: str, pool: Pool, folder: Path) -> None:
     with pytest.raises(RankFailed, match=message):
         pool.run(2, fit, compose(folder, *OWN, f"+module._target_={__name__}.Centers", f"strategy={strategy}"))
+
+
+class ScalesGradients(L.LightningModule):
+    """Multiplies the gradients by the loss of the samples, as methods that balance losses do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization, self.net = False, nn.Sequential(nn.Linear(16, 3))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss, optimizer = F.cross_entropy(self.net(batch[0]), batch[1]), cast(Any, self.optimizers())
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        for weight in self.net.parameters():
+            weight.grad = None if weight.grad is None else weight.grad * loss.item()
+        optimizer.step()
+
+
+def test_a_run_that_goes_on_compares_trained_weights(pool: Pool, folder: Path) -> None:
+    words = [*OWN, f"+module._target_={__name__}.ScalesGradients", "trainer.devices=1"]
+    die(compose(folder, *words), "on_train_batch_start", 3)
+    cfg = compose(folder, *words, "strategy=ddp", "trainer.devices=2", f"ckpt_path={folder}/died.ckpt")
+    with pytest.raises(RankFailed, match=r"net\.0\.bias differs between the ranks"):
+        pool.run(2, fit, cfg)
 
 
 class Warmed(Vectors):

@@ -1,4 +1,4 @@
-"""What training changes and no checkpoint holds is named at the first save."""
+"""What training changes and no checkpoint holds is named when one is saved."""
 
 import logging
 from pathlib import Path
@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.habits import Vectors
+from tests.support.habits import VectorData, Vectors
+from tests.support.interruption import SaveOnce
 from tests.support.runs import compose, fit
 
 OWN = ["~data", "~module", "~model", "~optimizer", "~scheduler", "callbacks=default", "callbacks.best=null"]
@@ -55,6 +56,63 @@ class Changing(Vectors):
 class Saving(Changing):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["rate"] = self.average.rate
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Steps another optimizer, of which it saves nothing, as the SAM of many projects."""
+
+    def __init__(self, weights: Any) -> None:
+        super().__init__(weights, {"lr": 0.1})
+        self.inner, self.radius = torch.optim.SGD(self.param_groups, 0.1, momentum=0.9), 0.05
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+class Wrapped(Vectors):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Wrapper(self.parameters())
+
+
+class AddsUp(Vectors):
+    """Steps at every third batch of an epoch of four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx % 3 == 2:
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Curriculum(Vectors):
+    def on_train_epoch_end(self) -> None:
+        self.trainer.train_dataloader.dataset.level = 1 + getattr(self.trainer.train_dataloader.dataset, "level", 0)
+
+
+class LeveledData(VectorData):
+    def train_dataloader(self) -> Any:
+        loader = super().train_dataloader()
+        loader.dataset.level = 1.0
+        return loader
+
+
+@pytest.mark.parametrize(
+    ("module", "named"),
+    [(Wrapped, "inner of optimizer 0"), (AddsUp, "gradients"), (Curriculum, "level of TensorDataset")],
+)
+def test_named_beside_the_module(module: type, named: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = [word.replace("tests.support.habits.VectorData", f"{__name__}.LeveledData") for word in OWN]
+    with caplog.at_level(logging.WARNING, "onecurve"):
+        cfg = compose(folder, *words, "trainer.max_epochs=3", f"+module._target_={__name__}.{module.__name__}")
+        fit(cfg, SaveOnce(step=1))
+    messages = [record.getMessage() for record in caplog.records if "no checkpoint holds" in record.getMessage()]
+    assert len(messages) == 1
+    assert messages[0].startswith(f"no checkpoint holds {named}")
 
 
 @pytest.mark.parametrize(("module", "is_named"), [(Changing, True), (Saving, False)])
