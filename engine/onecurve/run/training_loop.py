@@ -133,6 +133,8 @@ class MonitorCheck(L.Callback):
         callbacks: the user's, by their options.
     """
 
+    _are_compared = True  # outside of a fit, nothing follows a metric
+
     def __init__(self, callbacks: dict[str, L.Callback]) -> None:
         self._monitors = {name: str(one.monitor) for name, one in callbacks.items() if getattr(one, "monitor", None)}
         self._after_validation = {name for name in self._monitors if _acts_after_validation(callbacks[name])}
@@ -142,6 +144,7 @@ class MonitorCheck(L.Callback):
         for config in _plateau_configs(trainer):
             monitors |= {"ReduceLROnPlateau": config.monitor} if config.strict else {}
         self._of_validation = {name: monitor for name, monitor in monitors.items() if monitor.startswith("val")}
+        self._are_compared = False
         if not trainer.datamodule.evaluates("val"):
             self._refuse_or_warn()
         known = {"val/loss", "val/acc"} if getattr(pl_module, "takes_batch", False) else set()  # of this template
@@ -166,7 +169,14 @@ class MonitorCheck(L.Callback):
                     "set its `monitor` to one of these, and its `mode` to min if less is better"
                     + (f"; or {name}=null" if "." in name else "")
                 )
-        self._check_reduction({name: float(logged[name]) for name in self._of_validation.values() if name in logged})
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Compare the ranks at the sanity check, which a run that goes on does not have, or at its first validation."""
+        if not self._are_compared:
+            self._are_compared, logged = True, trainer.callback_metrics
+            self._check_reduction(
+                {name: float(logged[name]) for name in self._of_validation.values() if name in logged}
+            )
 
     def _check_reduction(self, own: dict[str, float]) -> None:
         """Compare the values of the ranks: callbacks follow that of rank zero, and schedules each their own."""

@@ -424,6 +424,17 @@ def test_a_monitor_that_is_of_one_rank_is_named_before_training(pool: Pool, fold
         pool.run(2, validate_unreduced, folder / "plateau", Plateau())
 
 
+def go_on_unreduced(folder: Path) -> None:
+    trainer(folder, strategy="ddp", devices=2, max_epochs=2).fit(Plateau(), loader(), loader(32), ckpt_path="last")
+
+
+def test_a_run_that_goes_on_for_one_validation_compares_the_ranks(pool: Pool, folder: Path) -> None:
+    """Lightning has no sanity check there, nor a later step at which the learning rates would differ."""
+    trainer(folder).fit(Plateau(), loader(), loader(32))
+    with pytest.raises(RankFailed, match="ReduceLROnPlateau monitors val_loss, which each rank has of its own samples"):
+        pool.run(2, go_on_unreduced, folder)
+
+
 class Plateau(Boring):
     """Lowers its rate by a metric of validation."""
 
