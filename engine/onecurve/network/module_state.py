@@ -12,10 +12,11 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric, MetricCollection
 
 from onecurve.network.object_state import Restore, Snapshot, restore_of_tensor
+from onecurve.patches.torch import AUTOCAST_FLAG
 
 _INTERNAL = vars(nn.Module()).keys()  # attributes of torch's own
 _OPTIONS = ("p", "momentum", "eps")  # of layers of torch
-_LIGHTNINGS = vars(L.LightningModule()).keys()  # attributes of any module
+_OTHERS = {*vars(L.LightningModule()), AUTOCAST_FLAG}  # attributes of any module
 
 
 def all_attributes(module: nn.Module) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def all_attributes(module: nn.Module) -> dict[str, Any]:
         # `weight` of `weight_v`, as by weight_norm, and of `weight_orig`, as by spectral_norm and pruning
         computed = {key.rpartition("_")[0] for key in weights if key.endswith(("_v", "_orig"))}
         for key, value in {} if isinstance(part, Metric | MetricCollection) else vars(part).items():
-            if key not in _LIGHTNINGS and key not in computed and (not is_own or key in _OPTIONS):
+            if key not in _OTHERS and key not in computed and (not is_own or key in _OPTIONS):
                 found[f"{name}.{key}".lstrip(".")] = value
     return found
 

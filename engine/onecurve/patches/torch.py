@@ -36,6 +36,10 @@ __all__ = [
     "tree_unflatten",
 ]
 
+# `torch.amp.custom_fwd` sets it on the first argument, which is a module if that decorates its `forward`
+# (torch/amp/autocast_mode.py, `decorate_fwd`).
+AUTOCAST_FLAG = "_fwd_used_autocast"
+
 
 class BatchNormOfAnyShape(AnyBatchNorm):
     """`nn.SyncBatchNorm` without its communication: it takes inputs of any number of dimensions."""

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from onecurve.network.module_state import attributes, unchanged
+from onecurve.network.module_state import all_attributes, attributes, unchanged
+from onecurve.patches.torch import AUTOCAST_FLAG
 from onecurve.random.dropout import use_sample_dropout
 from tests.support.habits import Meter
 
@@ -52,6 +53,19 @@ def test_modules_are_as_before() -> None:
     assert net.numbers is held
     assert not hasattr(net, "new")
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+class WithoutAutocast(nn.Linear):
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def test_what_torch_notes_of_autocast_is_no_attribute_of_the_user() -> None:
+    layer = WithoutAutocast(2, 2)
+    layer(torch.ones(1, 2))
+    assert AUTOCAST_FLAG in vars(layer)
+    assert AUTOCAST_FLAG not in all_attributes(layer)
 
 
 class Kept(nn.Module):
