@@ -21,8 +21,9 @@ class HiddenStateCheck:
     """Warns of attributes that a pass changes, and refuses changed weights: processes or micro-batches would differ.
 
     A trained weight may be written in each pass if a second pass changes nothing, as a constraint or a normalization
-    does; with bit_exact=true it may not, as the second one rounds. What a library keeps outside of the module is not
-    found. Weights that FSDP gathers for the pass have another shape: `GatheredWeightCheck` compares frozen ones.
+    does; with bit_exact=true only a mask may, as that of a causal convolution, because a second normalization rounds.
+    If each process has one pass, `ReplicaCheck` finds masks that differ. What a library keeps outside of the module is
+    not found. Weights that FSDP gathers for the pass have another shape: `GatheredWeightCheck` compares frozen ones.
     """
 
     def __init__(self, module: nn.Module, bit_exact: bool, step: int = 1) -> None:
@@ -37,11 +38,11 @@ class HiddenStateCheck:
             self._check_frozen()
             if self._is_first:
                 self._check_attributes()
-        if number == (0 if self._bit_exact else 1):
-            self._check_trained()
+        if number == 1 or (number == 0 and self._bit_exact):
+            self._check_trained(number)
         # The backward pass needs the memory of the device.
         self._attributes, self._frozen, self._trained = {}, {}, {}
-        if number == 0 and not self._bit_exact:
+        if number == 0:
             self._trained = {name: weight.cpu() for name, weight in _weights(self._module, are_trained=True).items()}
 
     def _check_frozen(self) -> None:
@@ -53,9 +54,11 @@ class HiddenStateCheck:
                     "virtual ranks get the mean with bit_exact=true"
                 )
 
-    def _check_trained(self) -> None:
+    def _check_trained(self, number: int) -> None:
         for name, weight, before in self._pairs(self._trained):
-            if not (are_equal(weight, before) or (not self._bit_exact and _is_rounded(weight, before))):
+            is_first_mask = number == 0 and bool((weight[weight != before] == 0).all())
+            is_harmless = is_first_mask if self._bit_exact else _is_rounded(weight, before)
+            if not (are_equal(weight, before) or is_harmless):
                 raise UserError(
                     f"the trained weight {name} changes in training_step, and each process or micro-batch would "
                     "change it: write it in on_train_batch_end, once per step"

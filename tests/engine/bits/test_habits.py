@@ -1,5 +1,6 @@
 """Code that does not divide by samples is one experiment on any number of processes, with `bit_exact=true`."""
 
+import copy
 import functools
 import random
 from collections import deque
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from onecurve.errors import UserError
 from tests.support.bits import check_equal_bits, rows_of
@@ -191,6 +192,46 @@ def test_refuses_a_trained_weight_that_each_pass_changes(way: list[str], kind: s
     )
     with pytest.raises(UserError, match=message):
         fit(compose(folder, *way, *UNSEEN, f"+module.kind={kind}"))
+
+
+class Masked(nn.Linear):
+    """Rewrites its weight in each pass, as the masked convolutions of a PixelCNN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data *= torch.ones_like(self.weight).tril()
+        return super().forward(x)
+
+
+class Masking(Vectors):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(Masked(16, 3))
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_mask_of_a_weight_in_each_pass(devices: int, pool: Pool, folder: Path) -> None:
+    words = [*EXACT, VECTORS[0], f"+module._target_={__name__}.Masking"]
+    one = fit(compose(folder / "one", *words))
+    cfg = compose(folder / "ranks", *words, "strategy=ddp", f"trainer.devices={devices}")
+    check_equal_bits(fit_ranks(cfg, pool), one)
+
+
+class Dropping(Vectors):
+    """Masks a weight at random."""
+
+    def mean(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        F.dropout(self.net[4].weight.data, inplace=True)
+        return super().mean(x, y, batch_idx)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_random_mask_of_a_weight_is_refused(devices: int, pool: Pool, folder: Path) -> None:
+    words = [*EXACT, VECTORS[0], f"+module._target_={__name__}.Dropping", "strategy=ddp"]
+    with pytest.raises(
+        (UserError, RankFailed), match=r"net\.4\.weight (changes in training_step|differs between the ranks)"
+    ):
+        fit_ranks(compose(folder, *words, f"trainer.devices={devices}"), pool)
 
 
 def test_a_normalization_in_each_micro_batch_is_one_in_the_step(folder: Path) -> None:
