@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onecurve.errors import UserError
 from onecurve.network.compilation import device_constant
 from onecurve.patches.torch import tree_flatten, tree_unflatten
 
@@ -63,6 +64,17 @@ def as_part(positions: Tensor, batch: Any, weight: float = 1.0, is_made: bool = 
     if isinstance(batch, Batch):
         return StepPart(batch.sample_index, batch, weight)
     return StepPart(positions, batch, weight, None if is_made else len(positions))
+
+
+def batch_of_hooks(parts: StepParts, bit_exact: bool) -> Any:
+    """Return what the hooks of a step get: the batch of the first virtual rank, or that of all micro-batches."""
+    batches = [part.batch for part in parts]
+    if bit_exact and any(batch is None for batch in batches):  # Lightning would skip the step, on this rank alone
+        raise UserError(
+            "bit_exact=true: collate_fn returns None for the samples of a virtual rank, and the others train theirs: "
+            "leave samples out in the dataset"
+        )
+    return batches[0] if bit_exact or len(batches) == 1 else join(batches, parts)
 
 
 def join(batches: Sequence[Any], parts: Sequence[StepPart] = ()) -> Any:

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from onecurve.data.batch import Batch, StepPart, StepParts, constant_weights, join
+from onecurve.data.batch import Batch, StepPart, StepParts, batch_of_hooks, constant_weights
 from onecurve.data.batch_samplers import total_steps
 from onecurve.data.evaluation_loaders import EvaluationLoaders
 from onecurve.data.layout import BatchLayout, DataParallelInfo, Division, OneProcess, alone, data_parallel_info
@@ -176,8 +176,7 @@ class OrderedData(L.LightningDataModule):
         """
         self.parts = batch.map(self._after_transfer, dataloader_idx)
         self.end_parts()
-        batches = [part.batch for part in self.parts]
-        return batches[0] if self.bit_exact or len(batches) == 1 else join(batches, self.parts)
+        return batch_of_hooks(self.parts, self.bit_exact)
 
     def begin_part(self, part: StepPart) -> None:
         self._sample_index = part.samples

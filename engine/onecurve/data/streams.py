@@ -28,7 +28,7 @@ from onecurve.data.loader import collate_function, errors_of_workers, worker_opt
 from onecurve.errors import UserError
 from onecurve.patches.torch import tree_leaves
 from onecurve.random.hashing import hash_ints
-from onecurve.random.seeding import are_equal, refuse_draws, seed_generators
+from onecurve.random.seeding import are_equal, collated, seed_generators
 
 _log = logging.getLogger(__name__)
 _PROBED = 4  # samples
@@ -110,8 +110,8 @@ class StreamLoader(EpochStart):
     def _collate(self, samples: list[Any], step: int, part: Tensor) -> tuple[Tensor, Any]:
         places = step * self.batch_size + part
         seed_generators(int(hash_ints(self.seed, self.epoch, int(places[0]))))
-        with refuse_draws("collate_fn", self.is_divided):
-            return places, collate_function(self.loader)([samples[position] for position in part.tolist()])
+        items = [samples[position] for position in part.tolist()]
+        return places, collated(collate_function(self.loader), items, self.is_divided)
 
 
 def examine(loader: DataLoader[Any], seed: int) -> tuple[str | None, bool]:

@@ -84,8 +84,7 @@ class SeededSamples(Dataset[Any]):
                 seed_generators(key)
                 items.append(self._fetch(position))
             seed_generators(int(keys[0]))
-            with refuse_draws("collate_fn", self.is_divided):
-                batch = self.collate(items)
+            batch = collated(self.collate, items, self.is_divided)
             made = self.axis.samples_in(batch) if self.is_divided and self.axis else len(items)
             if made != len(items):
                 raise UserError(
@@ -104,6 +103,31 @@ class SeededSamples(Dataset[Any]):
                     dataset, position = dataset.dataset, dataset.indices[position]
                 error.add_note(f"This is sample {position} of {type(dataset).__name__}.")
             raise
+
+
+def collated(collate: Callable[[list[Any]], Any], items: list[Any], is_divided: bool) -> Any:
+    """Return the batch of some samples; name a `collate_fn` that leaves out all of them, as its error shows.
+
+    A part of a batch may have broken samples only, where the whole batch has others.
+    """
+    try:
+        with refuse_draws("collate_fn", is_divided):
+            return collate(items)
+    except (RuntimeError, ValueError, IndexError) as error:
+        if str(error) != _error_of_none(collate):
+            raise
+        raise UserError(
+            f"collate_fn leaves out all {len(items)} samples of a batch, or of a rank's part of it ({error}): leave "
+            "samples out in the dataset"
+        ) from error
+
+
+def _error_of_none(collate: Callable[[list[Any]], Any]) -> str | None:
+    try:
+        collate([])
+    except Exception as error:
+        return str(error)
+    return None
 
 
 def seed_generators(key: int, device_type: str = "cpu") -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.demos.boring_classes import BoringModel
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
+import onecurve
 from onecurve.data.loader import order_of
 from onecurve.errors import UserError
 from onecurve.run.experiment import run_experiment
@@ -154,6 +155,44 @@ def test_refuses_an_evaluation_that_leaves_samples_out(pool: Pool, folder: Path)
     task = [*words("together", "uneven"), f"data._target_={__name__}.BrokenEvaluation"]
     with pytest.raises(RankFailed, match=r"collate_fn makes a batch of . samples from ., so .* or set bit_exact=true"):
         fit_ranks(compose(folder, *task, *PLACES["ddp x2"]), pool)
+
+
+class Broken(Dataset[Any]):
+    """Two samples are broken, which are all of a virtual rank."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        return None if index in (8, 12) else torch.ones(32)
+
+
+def stack_others(samples: list[Any]) -> Any:
+    return torch.stack([sample for sample in samples if sample is not None])
+
+
+def stack_others_if_any(samples: list[Any]) -> Any:
+    return stack_others(samples) if any(sample is not None for sample in samples) else None
+
+
+@pytest.mark.parametrize(
+    ("collate", "workers", "message"),
+    [
+        (
+            stack_others,
+            0,
+            r"collate_fn leaves out all 2 samples of a batch, or of .*part of it \(stack expects a non-em",
+        ),
+        (stack_others, 1, "^collate_fn leaves out all 2 samples of a batch"),
+        (stack_others_if_any, 0, "collate_fn returns None for the samples of a virtual rank, .* out in the dataset"),
+    ],
+)
+def test_nothing_is_left_of_the_samples_of_a_virtual_rank(
+    collate: Any, workers: int, message: str, folder: Path
+) -> None:
+    trainer = onecurve.Trainer(accelerator="cpu", devices=1, bit_exact=True, default_root_dir=folder, max_epochs=1)
+    with pytest.raises(UserError, match=message):
+        trainer.fit(BoringModel(), DataLoader(Broken(), 8, collate_fn=collate, num_workers=workers))
 
 
 class Normalizing(AnyModule):
