@@ -87,7 +87,7 @@ def join(batches: Sequence[Any], parts: Sequence[StepPart] = ()) -> Any:
 
 
 def _join(values: Sequence[Any], sizes: Sequence[int | None]) -> Any:
-    if sizes and _are_lists_of_samples(values, sizes):
+    if sizes and are_lists_of_samples(values, sizes):
         return type(values[0])(item for value in values for item in value)
     children, structures = zip(*(tree_flatten(value, partial(operator.is_not, value)) for value in values), strict=True)
     if any(other != structures[0] for other in structures):
@@ -97,7 +97,7 @@ def _join(values: Sequence[Any], sizes: Sequence[int | None]) -> Any:
     return tree_unflatten([_join(several, sizes) for several in zip(*children, strict=True)], structures[0])
 
 
-def _are_lists_of_samples(values: Sequence[Any], sizes: Sequence[int | None]) -> bool:
+def are_lists_of_samples(values: Sequence[Any], sizes: Sequence[int | None]) -> bool:
     """Return whether each value has an item for each sample of its part.
 
     A list such as [inputs, targets] may be as long by chance. Its items differ in kind, or have rows for the samples.

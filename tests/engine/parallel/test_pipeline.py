@@ -14,9 +14,12 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
+from torch.utils.data import DataLoader
 
+import onecurve
 from onecurve.errors import UserError
 from onecurve.extras.report.simulation import Action, order_of_passes
 from onecurve.parallel.pipeline.blocks import Block, ordered_blocks
@@ -27,7 +30,7 @@ from onecurve.parallel.pipeline.split import cut
 from onecurve.parallel.pipeline.stage import micro_batch
 from onecurve.run.experiment import assemble
 from tests.support.experiments import SHORT_RUN
-from tests.support.pool import Pool
+from tests.support.pool import Pool, RankFailed
 from tests.support.runs import Record, compose, fit
 
 PIPELINE = ["strategy=pipeline", "trainer.devices=2"]
@@ -168,11 +171,46 @@ class _Pair:
         ({"nodes": torch.ones(7, 1)}, r"has tensors of the shapes \[\[7, 1\]\]"),
         ((torch.ones(4), torch.ones(())), r"has tensors of the shapes \[\[4\], \[\]\]"),
         (_Pair(torch.ones(4)), "is a dataclass"),
+        ({"points": [1.0, 2.0, 3.0, 4.0]}, r"has tensors of the shapes \[\]"),
     ],
 )
 def test_a_batch_that_has_no_row_per_sample_is_refused(batch: Any, message: str) -> None:
     with pytest.raises(UserError, match=f"divides a batch into 4 micro-batches .* of this loader {message}"):
         micro_batch(batch, 0, 4)
+
+
+def test_lists_that_have_an_item_for_each_sample_are_divided() -> None:
+    batch = {"x": torch.arange(4), "y": [0.0, 1.0, 2.0, 3.0], "names": ("a", "b", "c", "d"), "classes": [5, 6]}
+    part = micro_batch(batch, 1, 2)
+    assert part.pop("x").tolist() == [1, 3]
+    assert part == {"y": [1.0, 3.0], "names": ("b", "d"), "classes": [5, 6]}
+
+
+class _Points(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.net = None, nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def loss(self, outputs: Any, batch: Any = None) -> Any:
+        return super().loss(outputs)
+
+
+def _fit_batches_of_two_sizes(folder: Path, bit_exact: bool) -> None:
+    batches = [list(range(8)), list(range(8, 12)), list(range(12, 20)), list(range(20, 24))]
+    trainer = onecurve.Trainer(
+        strategy="pipeline", accelerator="cpu", devices=2, bit_exact=bit_exact, max_epochs=1, default_root_dir=folder
+    )
+    trainer.fit(_Points(), DataLoader(RandomDataset(32, 24), batch_sampler=batches))
+
+
+@pytest.mark.parametrize("bit_exact", [False, True])
+def test_batches_of_several_sizes_are_refused(bit_exact: bool, pool: Pool, folder: Path) -> None:
+    message = r"the network was cut for micro-batches of shape \[\d, 32\], and gets \[\d, 32\]: .* batches of one size"
+    with pytest.raises(RankFailed, match=message):
+        pool.run(2, _fit_batches_of_two_sizes, folder, bit_exact)
 
 
 def test_an_attribute_that_a_hook_of_training_sets_is_named() -> None:

@@ -36,6 +36,7 @@ from onecurve.parallel.pipeline.stage import (
     Stage,
     build_stages,
     called_modules,
+    check_shape,
     join_samples,
     micro_batch,
     remove_other_stages,
@@ -89,7 +90,7 @@ class Pipeline(ShardedStateStrategy):
         self.own_stages: dict[int, Stage] = {}  # the stages of this rank by their number
         self._parameters: list[nn.Parameter] = []  # the parameters of these stages
         self._batch: list[Any] | None = None  # the micro-batches of the current training batch
-        self._sent: list[list[Tensor]] = []  # meta tensors like the inputs of the network and the outputs of each stage
+        self.sent: list[list[Tensor]] = []  # meta tensors like the inputs of the network and the outputs of each stage
         self._micro_batches: Sequence[Any] = ()  # of the schedule that runs, for `loss`
         self._divisor = 1  # of their losses
         # Those of the network in the pass of a virtual rank, until it is called.
@@ -155,8 +156,8 @@ class Pipeline(ShardedStateStrategy):
         self._random_calls = sum(stage.calls for stage in stages)
         self._draws = self._random_calls > 0 or bool(dropouts(net))
         self._keep_own_stages(net, blocks, stages)
-        self._sent = values_sent(blocks)
-        built = build_stages(self.own_stages, self._sent, self._group, self.root_device)
+        self.sent = values_sent(blocks)
+        built = build_stages(self.own_stages, self.sent, self._group, self.root_device)
         self._torch_schedule = build_schedule(self.schedule, built, self.microbatches, self._loss)
         self._parameters = list(module.parameters())
         net.forward = self._forward
@@ -278,8 +279,10 @@ class Pipeline(ShardedStateStrategy):
             raise self._called_twice()
         keys = sample_random.keys if self._draws else None
         count, seed = len(batch), sample_random.call_seed
+        parts = split_samples(inputs, count)
+        check_shape(parts[0], self.sent[0][0], is_trained=True)
         outputs = self.run_schedule(
-            split_samples(inputs, count).flatten(0, 1),
+            parts.flatten(0, 1),
             batch,
             divisor=1 if isinstance(batch[0], Batch) else count,  # a Batch has weights, whose sum over all is 1
             keys=None if keys is None else split_samples(keys, count).contiguous(),
@@ -336,7 +339,7 @@ class Pipeline(ShardedStateStrategy):
     def _broadcast(self, number: int, own: tuple[Tensor, ...], samples: int) -> tuple[Tensor, ...]:
         """Return the outputs of a stage for some samples on every rank; `own` has them on the rank of the stage."""
         rank = self._stage_to_rank[number]
-        likes = [] if own else self._sent[number + 1]
+        likes = [] if own else self.sent[number + 1]
         values = own or tuple(torch.empty(samples, *x.shape[1:], dtype=x.dtype, device=self.root_device) for x in likes)
         for value in values:
             dist.broadcast(value, group=self._group, group_src=rank)
@@ -359,12 +362,7 @@ class Pipeline(ShardedStateStrategy):
 
     def _forward(self, inputs: Tensor) -> Tensor:
         """Return the outputs of the network: those of the schedule in training, otherwise those of `_run_stages`."""
-        shape = self._sent[0][0].shape[1:]
-        if inputs.shape[1:] != shape:
-            raise UserError(
-                f"strategy=pipeline: the network was cut for samples of shape {list(shape)}, and gets "
-                f"{list(inputs.shape[1:])}: pad all samples to one shape, or use strategy=ddp or fsdp"
-            )
+        check_shape(inputs, self.sent[0][0], is_trained=False)
         if self.outputs is not None:
             if not self.outputs:
                 raise self._called_twice()

@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
+from onecurve.data.batch import are_lists_of_samples
 from onecurve.errors import UserError
 from onecurve.network.tensors import memory_format_of
 from onecurve.observe.step_times import pipeline_pass
 from onecurve.parallel.pipeline.blocks import Block
 from onecurve.parallel.sharded_state import prepare_to_shard
 from onecurve.parallel.virtual_ranks import PassSums
-from onecurve.patches.torch import tree_leaves, tree_map_only
+from onecurve.patches.torch import tree_leaves, tree_map
 from onecurve.random.dropout import dropouts, set_keys
 from onecurve.random.random_functions import sample_random
 
@@ -36,18 +37,39 @@ def join_samples(values: Tensor, microbatches: int) -> Tensor:
 
 
 def micro_batch(batch: Any, number: int, microbatches: int) -> Any:
-    """Return one micro-batch of a batch, which is divided by the rows of its tensors."""
+    """Return one micro-batch of a batch, which is divided by the rows of its tensors, and lists by their items."""
     leaves = tree_leaves(batch)
     shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
     is_whole = any(map(is_dataclass, leaves)) and microbatches > 1  # its tensors would be those of the batch
-    if is_whole or any(not shape or shape[0] % microbatches for shape in shapes):
+    if is_whole or (microbatches > 1 and not shapes) or any(not shape or shape[0] % microbatches for shape in shapes):
         found = "is a dataclass" if is_whole else f"has tensors of the shapes {shapes[:4]}"
         raise UserError(
             f"strategy=pipeline divides a batch into {microbatches} micro-batches by the rows of its tensors, and a "
             f"batch of this loader {found}: let collate_fn return tuples or dictionaries of tensors that have a row "
             "per sample, or use strategy=ddp or fsdp"
         )
-    return tree_map_only(Tensor, lambda values: split_samples(values, microbatches)[number], batch)
+    samples = shapes[0][0] if shapes else None
+
+    def part(values: Any) -> Any:
+        if isinstance(values, Tensor):
+            return split_samples(values, microbatches)[number]
+        return values[number::microbatches] if isinstance(values, list | tuple) else values
+
+    return tree_map(part, batch, is_leaf=lambda values: are_lists_of_samples([values], [samples]))
+
+
+def check_shape(inputs: Tensor, expected: Tensor, is_trained: bool) -> None:
+    """Raise a UserError for other inputs of the network than those for which it was cut; an evaluation has any number.
+
+    The stages receive what they train in buffers of one size.
+    """
+    first, unit = (0, "micro-batches") if is_trained else (1, "samples")
+    if inputs.shape[first:] != expected.shape[first:]:
+        raise UserError(
+            f"strategy=pipeline: the network was cut for {unit} of shape {list(expected.shape[first:])}, and gets "
+            f"{list(inputs.shape[first:])}: pad all samples to one shape, and take batches of one size, or use "
+            "strategy=ddp or fsdp"
+        )
 
 
 class Stage(nn.Module):

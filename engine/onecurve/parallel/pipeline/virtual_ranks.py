@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from onecurve.data.batch import StepPart
 from onecurve.observe.step_times import timed_communication
 from onecurve.parallel.pipeline.rehearsal import input_of_network
+from onecurve.parallel.pipeline.stage import check_shape
 from onecurve.parallel.virtual_ranks import VirtualRanks
 from onecurve.random.random_functions import sample_random
 
@@ -32,6 +33,7 @@ class StageRanks(VirtualRanks):
             for number, part in zip(self.own, parts, strict=True):
                 begin_part(number, part)
                 inputs.append(input_of_network(self.trainer.lightning_module, part.batch, step))
+                check_shape(inputs[-1], strategy.sent[0][0], is_trained=True)
                 keys.append(sample_random.keys)
             for stage, sums in zip(strategy.own_stages.values(), self.sums[:-1], strict=True):
                 stage.pass_sums, stage.first_virtual_rank = sums, self.own[0]
