@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from onecurve.errors import UserError
 from onecurve.parallel.sharded_state import ShardedStateStrategy, prepare_to_shard
 from onecurve.parallel.tree_sum import TreeSum
+from onecurve.patches.fsdp import make_root
 from onecurve.patches.torch import AnyBatchNorm
 from onecurve.process.layer_calls import record_layer_calls
 from onecurve.process.rank import map_large_blocks
@@ -144,6 +145,7 @@ class FSDP(ShardedStateStrategy):
         map_large_blocks()
         for net in networks:
             self._shard(net)
+            make_root(cast(FSDPModule, net))
         record_layer_calls(
             {name: cast(nn.Module, part) for name, part in module.named_modules() if isinstance(part, FSDPModule)}
         )

@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -21,6 +22,14 @@ def communication_in(wrap: Callable[[Any], Any]) -> AbstractContextManager[Any]:
     """
     methods = {name: getattr(FSDPParamGroup, name) for name in ("pre_forward", "pre_backward", "post_backward")}
     return mock.patch.multiple(FSDPParamGroup, **{name: wrap(method) for name, method in methods.items()})
+
+
+def make_root(net: FSDPModule) -> None:
+    """Let a network be the root of its blocks; torch takes the first module that is called, and then no other.
+
+    (torch/distributed/fsdp/_fully_shard/_fsdp_state.py, `_lazy_init`)
+    """
+    net._get_fsdp_state()._lazy_init()
 
 
 def let_data_write_shards() -> None:

@@ -1,15 +1,20 @@
 """Errors of Lightning in one line, also for a script."""
 
+import copy
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch import nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 
 import onecurve
 from onecurve.errors import UserError
+from tests.support.pool import Pool, RankFailed
 
 
 class CachesPositions(BoringModel):
@@ -30,3 +35,58 @@ def test_a_continued_run_of_another_network(folder: Path) -> None:
     fit(1)
     with pytest.raises(UserError, match=r"^ckpt_path contains another network .*Unexpected key.*positions.*\)$"):
         fit(2)
+
+
+class Split(BoringModel):
+    """Calls layers of its network in a step, and the network in an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.net = None, nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 2))
+
+    def forward(self, x: Any) -> Any:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(self.net[1](self.net[0](batch)))
+
+
+class Prunes(Split):
+    def __init__(self, takes_all: bool) -> None:
+        super().__init__()
+        self.takes_all = takes_all
+
+    def on_train_epoch_start(self) -> None:
+        if self.takes_all:
+            weights = [(layer, "weight") for layer in self.net]
+            prune.global_unstructured(weights, pruning_method=prune.L1Unstructured, amount=0.3)
+        else:
+            prune.l1_unstructured(self.net[0], "weight", amount=0.3)
+
+
+def fit_sharded(folder: Path, module: Any) -> Any:
+    """Return the weights of a run without a sanity check, as one that goes on has none."""
+    strategy = "fsdp" if "WORLD_SIZE" in os.environ else "auto"
+    devices = int(os.environ.get("WORLD_SIZE", 1))
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": devices, "strategy": strategy, "max_epochs": 1}
+    trainer = onecurve.Trainer(**options, seed=0, num_sanity_val_steps=0, default_root_dir=folder)
+    loader = DataLoader(RandomDataset(32, 16), batch_size=8)
+    trainer.fit(copy.deepcopy(module), loader, loader)  # the ranks share the memory of what they are sent
+    saved = torch.load(folder / "checkpoints" / "last.ckpt")["state_dict"].values()
+    return [weight.tolist() for weight in saved]
+
+
+@pytest.mark.parametrize("takes_all", [False, True])
+def test_pruning_of_a_shard(takes_all: bool, pool: Pool, folder: Path) -> None:
+    with pytest.raises(
+        RankFailed, match=r"UserError: strategy=fsdp: a hook chooses elements of a weight, .* strategy=ddp"
+    ):
+        pool.run(2, fit_sharded, folder, Prunes(takes_all))
+
+
+def test_layers_of_a_sharded_network_may_be_called_before_it(pool: Pool, folder: Path) -> None:
+    module = Split()
+    one = fit_sharded(folder / "one", module)
+    for weights in pool.run(2, fit_sharded, folder / "two", module):
+        for weight, expected in zip(weights, one, strict=True):
+            assert torch.allclose(torch.tensor(weight), torch.tensor(expected), atol=1e-6)
