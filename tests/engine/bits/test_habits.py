@@ -226,7 +226,7 @@ class Dropping(Vectors):
     """Masks a weight at random."""
 
     def mean(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
-        F.dropout(self.net[4].weight.data, inplace=True)
+        F.dropout(next(self.net[4].parameters()).data, inplace=True)
         return super().mean(x, y, batch_idx)
 
 

@@ -189,7 +189,8 @@ def test_lists_that_have_an_item_for_each_sample_are_divided() -> None:
 class _Points(BoringModel):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.net = None, nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 2))
+        del self.layer
+        self.net = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net(x)

@@ -42,7 +42,8 @@ class Split(BoringModel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.net = None, nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 2))
+        del self.layer
+        self.net = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 2))
 
     def forward(self, x: Any) -> Any:
         return self.net(x)
