@@ -215,7 +215,7 @@ def _pass(trainer: Any, step: str, batch: StepParts, samples: int) -> _Pass:
     states, slope = [random.getstate(), np.random.get_state()], None
     if step == "training_step":
         loss = output["loss"] if isinstance(output, Mapping) else output
-        values[_LOSS] = (float(loss), samples, "mean")
+        values[_LOSS] = (float(loss.detach()), samples, "mean")
         slope = _slope(loss, module)
     return _Pass(values, states, slope)
 
@@ -244,7 +244,7 @@ def _logged_numbers(calls: list[Any], samples: int) -> Iterator[tuple[str, tuple
         value, reduction = arguments["value"], arguments.get("reduce_fx", "mean")
         kind = getattr(reduction, "__name__", reduction)  # of a function of torch, or its name
         if isinstance(value, float | int | Tensor) and (kind == "mean" or kind in _REDUCTIONS):
-            size = arguments.get("batch_size")
+            size, value = arguments.get("batch_size"), value.detach() if isinstance(value, Tensor) else value
             yield arguments["name"], (float(value), samples if size is None else int(size), kind)
 
 
