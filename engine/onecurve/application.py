@@ -10,6 +10,8 @@ from omegaconf import DictConfig
 from onecurve.config.command_line import TRACEBACK_WANTED, run_application
 from onecurve.config.folder import CONF, register_resolvers, remove_if_unused
 from onecurve.errors import UserError
+from onecurve.process.fork_server import start_fork_server
+from onecurve.process.launcher import launcher
 
 
 def main() -> int:
@@ -32,6 +34,8 @@ def _run_job(cfg: DictConfig) -> dict[str, float] | float:
         from onecurve.extras.sweeps.job import run_job
 
         return run_job(cfg)
+    if isinstance(cfg.trainer.devices, int) and cfg.trainer.devices > 1 and launcher() is None and not cfg.plan:
+        start_fork_server()  # which imports while this process does
     from onecurve.launch.outcome import text_for_terminal
     from onecurve.launch.start import launch
 

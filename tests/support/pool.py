@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from onecurve.launch.workers import PRELOADED
+from onecurve.process.fork_server import PRELOADED
 
 _PRELOADED = ["torch.distributed.fsdp", "torch.distributed.pipelining", "hydra", "tests.support.runs"]
 _TIMEOUT = 240.0  # seconds for one job; then all ranks are killed

@@ -1,7 +1,6 @@
 """Run a rank in this process, or all ranks in new processes of this host, with torch's elastic launcher."""
 
 import logging
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -25,15 +24,10 @@ from onecurve.launch.restarts import (
     with_smaller_micro_batches,
 )
 from onecurve.process import signals
+from onecurve.process.fork_server import START_METHOD, start_fork_server
 from onecurve.process.launcher import forget_launcher, take_environment
 from onecurve.process.rank import REPORT_FILE, connect_debugger, cores_per_rank, log_to_folder, process_group_closed
 from onecurve.records.events import append_event, logged_steps, read_events
-
-# On Linux ranks are forked from a process that has imported what all of them need, which takes seconds. It lasts for
-# all restarts, and all jobs of a sweep. CUDA allows this because that process asks for no device
-# (https://docs.pytorch.org/docs/2.13/notes/multiprocessing.html#cuda-in-multiprocessing).
-_START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
-PRELOADED = ["onecurve.run.experiment", "torch._dynamo"]
 
 
 def run_rank(cfg: DictConfig, rank: int, keep_trainer: Callable[[Any], None] | None = None) -> dict[str, float]:
@@ -132,7 +126,7 @@ def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
     from torch.distributed.launcher.api import elastic_launch
 
     _silence_launchers()
-    multiprocessing.set_forkserver_preload(PRELOADED)
+    start_fork_server()
     with TemporaryDirectory(prefix="reports-", ignore_cleanup_errors=True) as reports:
         try:
             results = elastic_launch(_torchelastic_config(cfg, processes, reports), _run_worker)(cfg, dict(os.environ))
@@ -167,7 +161,7 @@ def _torchelastic_config(cfg: DictConfig, processes: int, reports: str) -> Any:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
-        start_method=_START_METHOD,
+        start_method=START_METHOD,
         monitor_interval=0.1,
         signals_to_handle="",  # none: onecurve/process/signals.py handles them
         logs_specs=DefaultLogsSpecs(reports),

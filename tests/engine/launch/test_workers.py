@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from onecurve.launch.workers import PRELOADED
+from onecurve.process.fork_server import PRELOADED
 from onecurve.process.launcher import take_environment
 
 IMPORT = """
