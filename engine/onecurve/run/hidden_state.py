@@ -24,11 +24,16 @@ class HiddenStateCheck:
     does; with bit_exact=true only a mask may, as that of a causal convolution, because a second normalization rounds.
     If each process has one pass, `ReplicaCheck` finds masks that differ. What a library keeps outside of the module is
     not found. Weights that FSDP gathers for the pass have another shape: `GatheredWeightCheck` compares frozen ones.
+
+    Args:
+        module: the module, before a step.
+        bit_exact: whether the passes are those of virtual ranks.
+        named: the attributes that a warning has named; it adds to them.
     """
 
-    def __init__(self, module: nn.Module, bit_exact: bool, step: int = 1) -> None:
-        self._module, self._bit_exact, self._is_first = module, bit_exact, step == 1  # which names the attributes
-        self._attributes = _hidden_attributes(module) if self._is_first else {}
+    def __init__(self, module: nn.Module, bit_exact: bool, named: set[str]) -> None:
+        self._module, self._bit_exact, self._named = module, bit_exact, named
+        self._attributes = _hidden_attributes(module)
         self._frozen = _weights(module, are_trained=False)
         self._trained = _weights(module, are_trained=True) if bit_exact else {}
 
@@ -36,8 +41,7 @@ class HiddenStateCheck:
         """Compare with the state before, after the forward pass of a micro-batch or virtual rank of the step."""
         if number == 0:
             self._check_frozen()
-            if self._is_first:
-                self._check_attributes()
+            self._check_attributes()
         if number == 1 or (number == 0 and self._bit_exact):
             self._check_trained(number)
         # The backward pass needs the memory of the device.
@@ -66,13 +70,14 @@ class HiddenStateCheck:
 
     def _check_attributes(self) -> None:
         now = _hidden_attributes(self._module)
-        changed = sorted(name for name in now if not _are_same(now[name], self._attributes.get(name)))
+        changed = {name for name in now if not _are_same(now[name], self._attributes.get(name))} - self._named
+        self._named |= changed
         if changed:
             _log.warning(
                 "training_step changes %s: each process changes its own, so if the loss reads it, the run depends on "
                 "their number; register it as a buffer, of which all virtual ranks get the mean, and draw from the "
                 "global generators of torch, NumPy and Python",
-                ", ".join(changed),
+                ", ".join(sorted(changed)),
             )
 
     def _pairs(self, before: dict[str, Tensor]) -> list[tuple[str, Tensor, Tensor]]:

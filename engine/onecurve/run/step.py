@@ -101,11 +101,12 @@ class StepInParts(Optimization):
     def _begin_check(self, module: Any, bit_exact: bool) -> HiddenStateCheck | None:
         """Return a check for what a pass changes unseen, in the first two steps, also of a run that continues.
 
-        An average of weights that begins as a copy of them changes in the second one.
+        What the first one makes, as an average of weights that begins as a copy of them, changes in the second.
         """
-        self.checked_steps = self.checked_steps + 1 if self.checked_module is module else 1
-        self.checked_module = module
-        return HiddenStateCheck(module, bit_exact, self.checked_steps) if self.checked_steps <= 2 else None
+        if self.checked_module is not module:
+            self.checked_module, self.checked_steps, self.named = module, 0, set[str]()
+        self.checked_steps += 1
+        return HiddenStateCheck(module, bit_exact, self.named) if self.checked_steps <= 2 else None
 
 
 class _MicroBatchPasses:

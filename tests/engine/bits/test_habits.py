@@ -130,8 +130,21 @@ class Scaled(Vectors):
         self.steps += 1
 
 
-def test_names_an_attribute_that_a_pass_changes(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fit(compose(folder, *EXACT, VECTORS[0], f"+module._target_={__name__}.Scaled"))
+class ScaledLater(Scaled):
+    """Its number begins with the first loss."""
+
+    scale: float | None = None  # type: ignore[assignment]
+
+    def mean(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        if self.scale is None:
+            self.scale = float(Vectors.mean(self, x, y, batch_idx).detach())
+            return Vectors.mean(self, x, y, batch_idx)
+        return super().mean(x, y, batch_idx)
+
+
+@pytest.mark.parametrize("name", ["Scaled", "ScaledLater"])
+def test_names_an_attribute_that_a_pass_changes(name: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(compose(folder, *EXACT, VECTORS[0], f"+module._target_={__name__}.{name}"))
     (message,) = [record.getMessage() for record in caplog.records if "training_step changes" in record.getMessage()]
     assert "changes scale: each process changes its own" in message
 
