@@ -24,6 +24,10 @@ _KNOWN_ERRORS = {
     ),
     "in-place operations that require placement changes": _CHOOSES_ELEMENTS,
     "aten.nonzero.default": _CHOOSES_ELEMENTS,  # of prune.global_unstructured
+    "out of bounds for storage of size 0": (
+        "strategy=fsdp: training_step calls torch.autograd.grad, such as for a gradient penalty, when FSDP has freed "
+        "the weights of the pass: use strategy=ddp"
+    ),
     "Skipping the `training_step` by returning None": (
         "training_step returns None, and the other processes wait for its gradients: return a loss of zero, such as "
         "0 * loss, or set trainer.devices=1"

@@ -65,6 +65,14 @@ class Prunes(Split):
             prune.l1_unstructured(self.net[0], "weight", amount=0.3)
 
 
+class PenalizesGradients(Split):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch.requires_grad_()
+        outputs = self.net(batch)
+        (gradient,) = torch.autograd.grad(outputs.sum(), batch, create_graph=True)
+        return self.loss(outputs) + gradient.square().mean()
+
+
 def fit_sharded(folder: Path, module: Any) -> Any:
     """Return the weights of a run without a sanity check, as one that goes on has none."""
     strategy = "fsdp" if "WORLD_SIZE" in os.environ else "auto"
@@ -83,6 +91,11 @@ def test_pruning_of_a_shard(takes_all: bool, pool: Pool, folder: Path) -> None:
         RankFailed, match=r"UserError: strategy=fsdp: a hook chooses elements of a weight, .* strategy=ddp"
     ):
         pool.run(2, fit_sharded, folder, Prunes(takes_all))
+
+
+def test_gradients_within_a_step(pool: Pool, folder: Path) -> None:
+    with pytest.raises(RankFailed, match=r"UserError: strategy=fsdp: training_step calls torch.autograd.grad, such as"):
+        pool.run(2, fit_sharded, folder, PenalizesGradients())
 
 
 def test_layers_of_a_sharded_network_may_be_called_before_it(pool: Pool, folder: Path) -> None:
