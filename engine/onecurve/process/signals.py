@@ -99,6 +99,7 @@ def prepare_started_process() -> None:
     if launcher and not launcher.is_alive():  # it ended before that call
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # which a fork server blocks
 
 
 def outlive_requests() -> None:

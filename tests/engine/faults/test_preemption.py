@@ -52,6 +52,7 @@ def uninterrupted(small: list[str], tmp_path_factory: pytest.TempPathFactory) ->
         pytest.param(signal.SIGINT, "all of them", TORCHRUN, TWO, id="Ctrl-C torchrun", marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR1, "the process", TRAIN, TWO, id="launcher", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, "a rank", TRAIN, TWO, id="one rank"),
+        pytest.param(signal.SIGTERM, "all of them", TRAIN, TWO, id="all processes"),  # as SLURM does
         pytest.param(signal.SIGTERM, "all of them", TRAIN, SPAWN, id="spawned", marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR1, "a rank", TORCHRUN, TWO, id="torchrun", marks=pytest.mark.slow),
     ],
