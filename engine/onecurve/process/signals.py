@@ -91,15 +91,19 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 def prepare_started_process() -> None:
     """Make a new process end with its launcher, and at a Ctrl-C that comes before its handlers are installed.
 
-    The parent may be a fork server, which ends with the launcher. Python's handler of SIGINT would raise
-    KeyboardInterrupt, after which torch's launchers report success.
+    Python's handler of SIGINT would raise KeyboardInterrupt, after which torch's launchers report success.
     """
     die_with_parent(os.getppid())
-    launcher = multiprocessing.parent_process()
-    if launcher and not launcher.is_alive():  # it ended before that call
-        os._exit(1)
+    launcher: Any = multiprocessing.parent_process()
+    if launcher.pid != os.getppid():  # the parent is a fork server, which lives as long as its children
+        threading.Thread(target=_end_with, args=[launcher], daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # which a fork server blocks
+
+
+def _end_with(launcher: Any) -> None:
+    launcher.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def outlive_requests() -> None:

@@ -15,6 +15,7 @@ from onecurve.records.events import read_events
 from tests.support.commands import (
     PARITY,
     TORCHRUN,
+    TRAIN,
     TWO,
     callback,
     ranks,
@@ -102,10 +103,10 @@ def test_no_rank_outlives_a_launcher_killed_during_startup(small: list[str], fol
     assert wait_for_exit(process)[0] == -signal.SIGKILL
 
 
-@pytest.mark.slow
-def test_no_rank_outlives_torchrun(small: list[str], folder: Path) -> None:
-    """Its ranks would train for another half minute; a fixture checks that none is left."""
-    process = start(*small, *PARITY, *TWO, slow(2), f"run_dir={folder}", program=TORCHRUN)
+@pytest.mark.parametrize("program", [TRAIN, pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+def test_no_rank_outlives_its_launcher(program: tuple[str, ...], small: list[str], folder: Path) -> None:
+    """The ranks would train for another half minute; a fixture checks that none is left."""
+    process = start(*small, *PARITY, *TWO, slow(2), f"run_dir={folder}", program=program)
     wait_for_rows(folder, 2, process)
     os.kill(process.pid, signal.SIGKILL)
     assert wait_for_exit(process, 10)[0] == -signal.SIGKILL
