@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from onecurve.network.tensors import to_local
 from onecurve.parallel.gradients import clip_by_norm_over
@@ -80,9 +79,6 @@ class BitExactness(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         plugin, ranks = cast(Any, trainer.precision_plugin), trainer.distributed_sampler_kwargs or {}
         plugin.clip_grad_by_norm = partial(clip_by_norm_over, ranks.get("model_group"), is_bit_exact=True)
-        if is_overridden("on_validation_epoch_end", pl_module):
-            # A value of the batches of a process, which it may log there, is refused before training.
-            trainer.num_sanity_val_steps = trainer.num_sanity_val_steps or 1
 
 
 def _evaluate(strategy: Any, step: Callable[..., Any], batch: Any, batch_idx: int | None = None, *loader: int) -> Any:

@@ -101,12 +101,7 @@ def test_gathers_different_numbers_of_predictions(way: list[str], pool: Pool, fo
         assert record.metrics["val_acc"] == one["val_acc"]
 
 
-class CollectingBeforeTraining(Collecting):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        raise AssertionError("trains before the refusal")
-
-
-@pytest.mark.parametrize("name", ["CollectingBeforeTraining", "CollectingAlone"])
+@pytest.mark.parametrize("name", ["Collecting", "CollectingAlone"])
 def test_refuses_a_value_of_the_batches_of_a_process(name: str, pool: Pool, folder: Path) -> None:
     words = [*EXACT, VECTORS[0], f"+module._target_={__name__}.{name}", "strategy=ddp", "trainer.devices=2"]
     with pytest.raises(RankFailed, match="val_loss is logged outside of a step of the module, and processes have"):
