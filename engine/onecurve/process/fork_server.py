@@ -5,6 +5,7 @@ asks for no device (https://docs.pytorch.org/docs/2.13/notes/multiprocessing.htm
 """
 
 import multiprocessing
+import os
 import signal
 import sys
 
@@ -15,15 +16,20 @@ PRELOADED = ["onecurve.run.experiment", "torch._dynamo"]
 
 
 def start_fork_server() -> None:
-    """Start it, unless it runs already."""
+    """Start it, unless it runs already.
+
+    It outlives a signal to all processes of a job, after which its ranks save; they accept signals again. It would find
+    a module in the working directory before a library of that name, as `python -c` does, and so it begins in another.
+    """
     if START_METHOD == "forkserver":
         from multiprocessing import forkserver, resource_tracker
 
         resource_tracker.ensure_running()  # or it would be started below, and unblock the signals
         multiprocessing.set_forkserver_preload(PRELOADED)
-        # It must outlive a signal to all processes of a job, after which its ranks save; they accept signals again.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        folder, unblocked = os.getcwd(), signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        os.chdir("/")
         try:
             forkserver.ensure_running()
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.chdir(folder)
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)

@@ -8,6 +8,7 @@ from onecurve.errors import UserError
 # The variables of one rank. A shell may keep them from another job, and torch, Lightning and other libraries read them.
 OF_A_RANK = ["RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
 OF_A_RANK += ["MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID"]
+_OF_ELASTIC = [*OF_A_RANK, "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"]
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
 
 
@@ -45,8 +46,13 @@ def forget_other_ranks() -> None:
 
 
 def take_environment(of_launcher: Mapping[str, str]) -> None:
-    """Give this rank the variables of its launcher; a fork server has those of the time when it began."""
-    own = {name: value for name, value in os.environ.items() if name.startswith((*_OF_LAUNCHERS, "TORCH_NCCL_"))}
+    """Give this rank the variables of its launcher, besides those that torch's elastic launcher has set for the rank.
+
+    A fork server has those of the time when it began. What libraries read when they are imported stays so, such as
+    `TORCH_LOGS` in a later run of a notebook.
+    """
+    is_own = {name: name in _OF_ELASTIC or name.startswith(("TORCHELASTIC_", "TORCH_NCCL_")) for name in os.environ}
+    own = {name: value for name, value in os.environ.items() if is_own[name]}
     os.environ.clear()
     os.environ.update({**of_launcher, **own})
 

@@ -1,6 +1,7 @@
 """The random numbers of a sample's transforms: the generators are seeded for each sample of any map-style dataset."""
 
 import random
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -114,7 +115,7 @@ def collated(collate: Callable[[list[Any]], Any], items: list[Any], is_divided: 
         with refuse_draws("collate_fn", is_divided):
             return collate(items)
     except (RuntimeError, ValueError, IndexError) as error:
-        if str(error) != _error_of_none(collate):
+        if _origin(error) != _error_of_none(collate):
             raise
         raise UserError(
             f"collate_fn leaves out all {len(items)} samples of a batch, or of a rank's part of it ({error}): leave "
@@ -122,12 +123,18 @@ def collated(collate: Callable[[list[Any]], Any], items: list[Any], is_divided: 
         ) from error
 
 
-def _error_of_none(collate: Callable[[list[Any]], Any]) -> str | None:
+def _error_of_none(collate: Callable[[list[Any]], Any]) -> tuple[str, ...] | None:
     try:
         collate([])
     except Exception as error:
-        return str(error)
+        return _origin(error)
     return None
+
+
+def _origin(error: Exception) -> tuple[str, ...]:
+    """Return the text of an error, and the line that has raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return str(error), frame.filename, str(frame.lineno)
 
 
 def seed_generators(key: int, device_type: str = "cpu") -> None:

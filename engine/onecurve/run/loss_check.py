@@ -50,13 +50,13 @@ class DivisionCheck(L.Callback):
     """Refuses a module that is another experiment on each number of processes or micro-batches.
 
     It compares the loss of some samples with the mean of those of their halves, in evaluation mode; and the slopes of
-    these losses, since a hook may change gradients. It does the same with the numbers that `validation_step` logs for
-    the first loader, and warns of one that is no mean over samples, nor the sum or extremum as which it is logged.
-    Gradients of FSDP, and of compiled networks, are not compared. Halves may agree by chance, such as those
-    with as many samples of a class or of the same padded length, and so other samples follow. All ranks take the same
-    ones, and so come to the same result. A module that takes weighted batches is not checked; nor is one that
-    communicates itself, as by a contrastive loss over the samples of all ranks, or raises an error in evaluation mode,
-    of which a warning tells; nor is a pipeline, which checks its losses itself.
+    these losses, since a hook may change gradients. (Those of FSDP and of compiled networks are not compared; those of
+    others call the hooks of their weights.) It does the same with the numbers that `validation_step` logs for the first
+    loader, and warns of one that is no mean over samples, nor the sum or extremum as which it is logged. Halves may
+    agree by chance, such as those with as many samples of a class or of the same padded length, and so other samples
+    follow. All ranks take the same ones, and so come to the same result. A module that takes weighted batches is not
+    checked; nor is one that communicates itself, as by a contrastive loss over the samples of all ranks, or raises an
+    error in evaluation mode, of which a warning tells; nor is a pipeline, which checks its losses itself.
     """
 
     is_always_due = False  # also if nothing is divided, as `doctor=true` checks
@@ -161,7 +161,7 @@ def _have_one_slope(whole: _Pass, halves: list[_Pass], tolerance: float) -> bool
     if whole.slope is None or len(slopes) < len(halves):
         return True
     mean = np.average(slopes, weights=[each.values[_LOSS][1] for each in halves])
-    return not abs(mean - whole.slope[0]) > tolerance * whole.slope[1]
+    return not abs(mean - whole.slope[0]) > tolerance * max(whole.slope[1], 1.0)
 
 
 def _tolerance(module: L.LightningModule) -> float:
@@ -209,7 +209,7 @@ def _pass(trainer: Any, step: str, batch: StepParts, samples: int) -> _Pass:
     module.log.reset_mock()
     several = step == "validation_step" and len(trainer.num_val_batches) > 1
     # The type of new tensors is that of the step. Autocast would round, and halves would differ from the whole.
-    with nullcontext() if isinstance(plugin, MixedPrecision) else plugin.forward_context():
+    with nullcontext() if isinstance(plugin, MixedPrecision) else plugin.forward_context(), _gradients(module, step):
         output = getattr(module, step)(batch, 0, *([0] if several else []))
     values = dict(_logged_numbers(module.log.call_args_list, samples))
     states, slope = [random.getstate(), np.random.get_state()], None
@@ -220,17 +220,24 @@ def _pass(trainer: Any, step: str, batch: StepParts, samples: int) -> _Pass:
     return _Pass(values, states, slope)
 
 
+def _gradients(module: L.LightningModule, step: str) -> Any:
+    """Return a context with gradients, if the step has them, and they neither compile code nor gather weights."""
+    is_sharded = any(isinstance(weight, DTensor) for weight in module.parameters())
+    return torch.set_grad_enabled(step == "training_step" and not is_sharded and not is_compiled(module))
+
+
 def _slope(loss: Tensor, module: L.LightningModule) -> tuple[float, float] | None:
     """Return the slope of a loss in a random direction of the weights, always the same one, and its gradient's norm."""
-    weights = [weight for weight in module.parameters() if weight.requires_grad]
-    if not loss.requires_grad or any(isinstance(weight, DTensor) for weight in weights):
+    if not loss.requires_grad:
         return None
+    weights = [weight for weight in module.parameters() if weight.requires_grad]
     seed_generators(0, module.device.type)
     slope = square = 0.0
     with suppress(RuntimeError):  # such as of a recomputation that works in `backward` only
         for weight, gradient in zip(weights, torch.autograd.grad(loss, weights, allow_unused=True), strict=True):
             direction = torch.randn(weight.shape, device=weight.device)
             if gradient is not None:
+                gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))  # its square may be tiny
                 slope += float((gradient * direction).sum())
                 square += float(gradient.square().sum())
         return slope, square**0.5
@@ -255,11 +262,10 @@ def _as_before(trainer: Any, module: L.LightningModule) -> Iterator[Callable[[],
     The value of the context is a function that restores the module in between.
     """
     data, parts = trainer.datamodule, trainer.datamodule.parts
-    uses_gradients = not is_compiled(module)  # its code for gradients in evaluation mode would be compiled, too
     refuse = mock.Mock(side_effect=RuntimeError("it communicates between ranks"))
     with (
         isolate_rng(),
-        torch.set_grad_enabled(uses_gradients),
+        torch.no_grad(),
         set_mode(module, training=False),
         without_log(module),  # first, as the module keeps it when it is restored
         unchanged(module.modules()) as restore,

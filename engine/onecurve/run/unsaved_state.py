@@ -24,10 +24,9 @@ class UnsavedStateCheck(L.Callback):
     """Names what changes after the first step and no checkpoint holds, at the saves of this epoch and the next one.
 
     These are numbers and tensors within containers and objects, such as the rate of a moving average; schedules that
-    the module steps itself; buffers with `persistent=False`; numbers of the training dataset; what an optimizer keeps
-    besides its `state`, as one that wraps another; and gradients that a module adds up over batches. `Attributes` saves
-    numbers and tensors that are attributes of modules themselves. A list that has grown is not named: most are emptied
-    after an epoch.
+    the module steps itself; buffers with `persistent=False`; what an optimizer keeps besides its `state`, as one that
+    wraps another; and gradients that a module adds up over batches. `Attributes` saves numbers and tensors that are
+    attributes of modules themselves. A list that has grown is not named: most are emptied after an epoch.
     """
 
     _first: dict[str, list[Any]] | None = None
@@ -90,10 +89,6 @@ def _unsaved(trainer: L.Trainer, module: nn.Module) -> Iterator[tuple[str, list[
             if name not in _SAVED and not (is_inner and optimizer.state_dict()["state"]):
                 leaves = leaves_of(value.state if is_inner else value)
                 yield f"{name} of optimizer {number}", [_summary(leaf) for leaf in leaves]
-    dataset = getattr(trainer.train_dataloader, "dataset", None)
-    for name, value in getattr(dataset, "__dict__", {}).items():
-        if isinstance(value, int | float):
-            yield f"{name} of {type(dataset).__name__}", [value]
     saved = module.state_dict().keys()
     for name, buffer in module.named_buffers():
         if name not in saved:

@@ -29,7 +29,7 @@ def test_what_ranks_are_forked_from_has_no_device_and_no_threads() -> None:
 
 def test_a_rank_has_the_present_variables_of_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"RANK": "1", "TORCHELASTIC_RUN_ID": "run", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    before = {"OLD": "of an earlier job", "FLAG": "before"}
+    before = {"OLD": "of an earlier job", "FLAG": "before", "LOCAL_DATA": "/before"}
     environment: dict[str, str] = {**before, **own}
     monkeypatch.setattr("os.environ", environment)
     take_environment({"FLAG": "now", "NEW": "of this job"})

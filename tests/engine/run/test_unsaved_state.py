@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.habits import VectorData, Vectors
+from tests.support.habits import Vectors
 from tests.support.interruption import SaveOnce
 from tests.support.runs import compose, fit
 
@@ -89,26 +89,10 @@ class AddsUp(Vectors):
             optimizer.zero_grad()
 
 
-class Curriculum(Vectors):
-    def on_train_epoch_end(self) -> None:
-        self.trainer.train_dataloader.dataset.level = 1 + getattr(self.trainer.train_dataloader.dataset, "level", 0)
-
-
-class LeveledData(VectorData):
-    def train_dataloader(self) -> Any:
-        loader = super().train_dataloader()
-        loader.dataset.level = 1.0
-        return loader
-
-
-@pytest.mark.parametrize(
-    ("module", "named"),
-    [(Wrapped, "inner of optimizer 0"), (AddsUp, "gradients"), (Curriculum, "level of TensorDataset")],
-)
+@pytest.mark.parametrize(("module", "named"), [(Wrapped, "inner of optimizer 0"), (AddsUp, "gradients")])
 def test_named_beside_the_module(module: type, named: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    words = [word.replace("tests.support.habits.VectorData", f"{__name__}.LeveledData") for word in OWN]
     with caplog.at_level(logging.WARNING, "onecurve"):
-        cfg = compose(folder, *words, "trainer.max_epochs=3", f"+module._target_={__name__}.{module.__name__}")
+        cfg = compose(folder, *OWN, "trainer.max_epochs=3", f"+module._target_={__name__}.{module.__name__}")
         fit(cfg, SaveOnce(step=1))
     messages = [record.getMessage() for record in caplog.records if "no checkpoint holds" in record.getMessage()]
     assert len(messages) == 1
