@@ -26,7 +26,14 @@ from onecurve.launch.restarts import (
 from onecurve.process import signals
 from onecurve.process.fork_server import START_METHOD, start_fork_server
 from onecurve.process.launcher import forget_launcher, take_environment
-from onecurve.process.rank import REPORT_FILE, connect_debugger, cores_per_rank, log_to_folder, process_group_closed
+from onecurve.process.rank import (
+    REPORT_FILE,
+    connect_debugger,
+    cores_per_rank,
+    log_to_folder,
+    process_group_closed,
+    usable_cores,
+)
 from onecurve.records.events import append_event, logged_steps, read_events
 
 
@@ -129,7 +136,8 @@ def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
     start_fork_server()
     with TemporaryDirectory(prefix="reports-", ignore_cleanup_errors=True) as reports:
         try:
-            results = elastic_launch(_torchelastic_config(cfg, processes, reports), _run_worker)(cfg, dict(os.environ))
+            start = elastic_launch(_torchelastic_config(cfg, processes, reports), _run_worker)
+            results = start(cfg, {**os.environ}, usable_cores())
         except ChildFailedError as failed:
             if signals.requested() > signals.RESIZE:  # a signal came before the ranks could save, or a second one came
                 raise _stopped(cfg) from None
@@ -175,10 +183,15 @@ def _stopped(cfg: DictConfig) -> signals.Stopped:
     return signals.Stopped(signals.requested())
 
 
-def _run_worker(cfg: DictConfig, environment: dict[str, str]) -> dict[str, float] | int:
-    """Run one rank in this new process; return its metrics, or the number of the signal that ended the run."""
+def _run_worker(cfg: DictConfig, environment: dict[str, str], cores: list[int]) -> dict[str, float] | int:
+    """Run one rank in this new process; return its metrics, or the number of the signal that ended the run.
+
+    It takes the environment and the cores of its launcher: a fork server has those of an earlier time.
+    """
     signals.prepare_started_process()
     take_environment(environment)
+    if sys.platform == "linux":
+        os.sched_setaffinity(0, cores)
     _silence_launchers()
     rank = int(os.environ["RANK"])
     connect_debugger(rank)
