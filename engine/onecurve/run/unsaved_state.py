@@ -42,7 +42,7 @@ class UnsavedStateCheck(L.Callback):
             self._first, self._epoch = dict(_unsaved(trainer, pl_module)), trainer.current_epoch
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self._begun:
+        if self._begun and not pl_module.automatic_optimization:
             self._name_gradients(trainer, pl_module)
         if self._first is None:
             return
