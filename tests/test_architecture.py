@@ -42,6 +42,7 @@ LAYERS = [  # of engine/onecurve, from the top down: each imports from those bel
     "extras",  # what a run can do without: doctor, sweeps, plans, reports
     "launch",  # starts the ranks
     "run",  # one run on one rank
+    "checks",  # what a run refuses or warns of while it trains
     "config",  # from the command line to one resolved configuration
     "parallel",  # strategies
     "observe",  # loggers, and callbacks that measure

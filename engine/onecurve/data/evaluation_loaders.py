@@ -10,9 +10,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from onecurve.data.batch_samplers import EvaluationBatches, apply_limit, limit_without_length
 from onecurve.data.layout import DataParallelInfo, Division
 from onecurve.data.loader import Loaders, RankLoader, has_given_batches, order_of, sample_axis, yields_batches
+from onecurve.data.samples import makes_batches
 from onecurve.data.streams import StreamLoader, length_of_stream
 from onecurve.errors import UserError
-from onecurve.random.seeding import EVALUATION, makes_batches
+from onecurve.random.seeding import EVALUATION
 
 
 class EvaluationLoaders:

@@ -20,20 +20,14 @@ from onecurve.data.batch import StepParts, as_part
 from onecurve.data.batch_samplers import Batches, EvaluationBatches
 from onecurve.data.layout import alone
 from onecurve.data.sampler_draws import draw, is_repeatable
+from onecurve.data.samples import SampleAxis, SeededSamples, find_sample_axis, makes_batches
 from onecurve.errors import UserError
+from onecurve.network.object_state import are_equal
 from onecurve.patches.lightning_loops import combination_mode
 from onecurve.patches.torch import TreeSpec, tree_flatten
 from onecurve.process import signals
 from onecurve.random.hashing import hash_ints, permutation
-from onecurve.random.seeding import (
-    EVALUATION,
-    SampleAxis,
-    SeededSamples,
-    are_equal,
-    find_sample_axis,
-    makes_batches,
-    seed_generators,
-)
+from onecurve.random.seeding import EVALUATION, seed_generators
 
 _log = logging.getLogger(__name__)
 _PROBED, _PROBED_PAIRS = 8, 4  # samples

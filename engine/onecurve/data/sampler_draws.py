@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from onecurve.errors import UserError
+from onecurve.network.object_state import are_equal
 from onecurve.random.hashing import hash_ints
-from onecurve.random.seeding import are_equal, seed_generators
+from onecurve.random.seeding import seed_generators
 
 # A generator that is copied would begin anew in each epoch, and hide that nobody seeds it.
 _SHARED = (Dataset, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)

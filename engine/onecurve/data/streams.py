@@ -25,10 +25,12 @@ from onecurve.data.batch import StepParts, as_part
 from onecurve.data.batch_samplers import EpochStart
 from onecurve.data.layout import alone
 from onecurve.data.loader import collate_function, errors_of_workers, worker_options, yields_batches
+from onecurve.data.samples import collated
 from onecurve.errors import UserError
+from onecurve.network.object_state import are_equal
 from onecurve.patches.torch import tree_leaves
 from onecurve.random.hashing import hash_ints
-from onecurve.random.seeding import are_equal, collated, seed_generators
+from onecurve.random.seeding import seed_generators
 
 _log = logging.getLogger(__name__)
 _PROBED = 4  # samples

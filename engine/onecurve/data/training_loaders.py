@@ -22,11 +22,11 @@ from onecurve.data.loader import (
     sample_axis,
     yields_batches,
 )
+from onecurve.data.samples import SampleAxis
 from onecurve.data.streams import StreamLoader, examine, length_of_stream
 from onecurve.errors import UserError
 from onecurve.patches.torch import TreeSpec, tree_unflatten
 from onecurve.random.hashing import hash_ints
-from onecurve.random.seeding import SampleAxis
 
 _OPTION = "trainer.limit_train_batches"
 

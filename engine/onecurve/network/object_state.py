@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from onecurve.network.tensors import to_local
+from onecurve.patches.torch import tree_leaves
 
 Restore = Callable[[], None]
 # What no code can change in place.
@@ -86,6 +87,20 @@ def is_same(value: Any, before: Any) -> bool:
         return np.array_equal(value, before, equal_nan=True)
     are_numbers = not any(isinstance(one, Tensor | np.ndarray) for one in (value, before))
     return are_numbers and (value == before or (value != value and before != before))
+
+
+def are_equal(a: Any, b: Any) -> bool:
+    """Return whether two batches have the same arrays and tensors; parts of other types are not compared."""
+    ours, theirs = tree_leaves(a), tree_leaves(b)
+    return len(ours) == len(theirs) and all(_are_equal_leaves(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
+def _are_equal_leaves(x: Any, y: Any) -> bool:
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())  # NaN is equal to NaN
+    if isinstance(x, str | int | np.ndarray):
+        return np.array_equal(x, y)
+    return True
 
 
 def leaves_of(value: Any) -> Iterator[Any]:

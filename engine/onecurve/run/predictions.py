@@ -13,8 +13,8 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
+from onecurve.data.samples import makes_batches
 from onecurve.errors import UserError
-from onecurve.random.seeding import makes_batches
 from onecurve.records.files import atomic_write
 
 _log = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import LBFGS
 
+from onecurve.checks.hidden_state import HiddenStateCheck
 from onecurve.data.batch import StepPart, join
 from onecurve.errors import UserError
 from onecurve.observe.step_times import timed_computation
@@ -31,7 +32,6 @@ from onecurve.parallel.gather import collectives_replaced
 from onecurve.parallel.virtual_ranks import VirtualRanks
 from onecurve.patches.lightning_loops import Closure, ClosureResult, Optimization, gradient_sync, results_of
 from onecurve.random.random_functions import RandomNumbers, sample_random
-from onecurve.run.hidden_state import HiddenStateCheck
 from onecurve.run.metric_states import VirtualMetrics
 from onecurve.run.pass_log import PassLog, have_equal_names
 

@@ -22,6 +22,11 @@ from torch import Tensor
 from onecurve.checkpoint.io import AtomicCheckpointIO
 from onecurve.checkpoint.resumption import ExactResumption
 from onecurve.checkpoint.run_files import CHECKPOINTS
+from onecurve.checks.divergence import FiniteCheck
+from onecurve.checks.loss import DivisionCheck
+from onecurve.checks.replicas import BufferCheck, EqualWeights, GatheredWeightCheck, ReplicaCheck
+from onecurve.checks.schedules import MonitorCheck, ScheduleCheck
+from onecurve.checks.unsaved_state import UnsavedStateCheck
 from onecurve.data.module_data import GivenLoaders, ModuleData
 from onecurve.data.ordered_data import OrderedData
 from onecurve.errors import CheckpointUserError, UserError
@@ -46,16 +51,13 @@ from onecurve.run.attributes import Attributes
 from onecurve.run.bit_exact import BitExactness
 from onecurve.run.checkpoint import LastCheckpoint, LateSaves, check_overwrites_nothing, find_checkpoint, monitoring
 from onecurve.run.known_errors import translated_errors
-from onecurve.run.loss_check import DivisionCheck
 from onecurve.run.metric_states import MetricStates, VirtualMetrics
 from onecurve.run.metric_sync import MetricSync
 from onecurve.run.predictions import PredictedSamples
 from onecurve.run.recorder import RunRecorder
-from onecurve.run.replicas import BufferCheck, EqualWeights, GatheredWeightCheck, ReplicaCheck
 from onecurve.run.script import describe_script
 from onecurve.run.stopping import PreemptionHandler, Watchdog
-from onecurve.run.training_loop import FiniteCheck, MonitorCheck, ScheduleCheck, patch_trainer
-from onecurve.run.unsaved_state import UnsavedStateCheck
+from onecurve.run.training_loop import LoopChanges, patch_trainer
 
 _log = logging.getLogger(__name__)
 _FOLDER = "onecurve_logs"  # of a run without `default_root_dir`, beside Lightning's lightning_logs
@@ -199,6 +201,7 @@ class Trainer(L.Trainer):
             MetricStates(virtual),  # after ExactResumption, which saves the position
             UnsavedStateCheck(),
             RandomNumbers(self.seed),
+            LoopChanges(),
             ScheduleCheck(),
             PredictedSamples(),
             MonitorCheck(own),

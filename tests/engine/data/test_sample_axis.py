@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from onecurve.data.loader import order_of, sample_axis
-from onecurve.random.seeding import SampleAxis
+from onecurve.data.samples import SampleAxis
 
 
 class Texts(Dataset[Any]):

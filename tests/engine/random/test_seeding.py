@@ -1,48 +1,80 @@
-"""The random numbers of samples and batches are functions of their keys."""
+"""The global generators: their seeds, and draws that are refused."""
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from onecurve.errors import UserError
-from onecurve.random.seeding import SeededSamples, are_equal, refuse_draws
+from onecurve.random.seeding import (
+    EPOCH_START,
+    EVALUATION,
+    SETUP,
+    generator_states,
+    refuse_draws,
+    seed_generators,
+    torch_generator_states,
+)
+
+KEY = 2**40 + 2**32 + 2**31 + 7  # NumPy takes the lowest 32 bits as its seed
 
 
 def draws() -> list[float]:
     return [float(torch.rand(())), float(np.random.rand()), random.random()]
 
 
-class Noise(torch.utils.data.Dataset[list[float]]):
-    def __getitem__(self, position: int) -> list[float]:
-        return [position, *draws()]
+def expected_draws(key: int) -> list[float]:
+    """Return the first numbers that the generators of a key draw."""
+    torch_draw = float(torch.rand((), generator=torch.Generator().manual_seed(key)))
+    return [torch_draw, np.random.RandomState(key % 4294967296).rand(), random.Random(key).random()]
 
 
-def fetch(positions: list[int], keys: list[int], is_divided: bool = False) -> tuple[list[list[float]], list[float]]:
-    """Return the samples of a batch, and what `collate_fn` draws."""
-    samples = SeededSamples(Noise(), lambda items: (items, draws() if not is_divided else []), is_divided)
-    return samples.__getitems__(torch.tensor([positions, keys]))[1]
+@pytest.mark.parametrize("key", [0, 3, KEY])
+def test_a_key_seeds_all_generators(key: int) -> None:
+    seed_generators(key)
+    assert draws() == expected_draws(key)
 
 
-def test_the_key_of_a_sample_gives_its_numbers() -> None:
-    one, two, again = fetch([3, 4], [7, 8])[0], fetch([4, 3], [8, 7])[0], fetch([3], [9])[0]
-    assert one == two[::-1]
-    assert one[0][1:] != one[1][1:]
-    assert again[0] != one[0]
+@pytest.mark.parametrize(("device_type", "expected"), [("cpu", []), ("cuda", [5, 5]), ("mps", ["mps", 5]), ("xpu", [])])
+def test_a_key_seeds_the_generators_of_the_devices(
+    device_type: str, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "default_generators", [SimpleNamespace(manual_seed=seeds.append)] * 2)
+    monkeypatch.setattr(torch.mps, "manual_seed", lambda key: seeds.extend(["mps", key]))
+    seed_generators(5, device_type)
+    assert seeds == expected
 
 
-def test_the_key_of_the_first_sample_gives_the_numbers_of_the_batch() -> None:
-    assert fetch([3, 4], [7, 8])[1] == fetch([5, 6], [7, 9])[1]
-    assert fetch([3, 4], [7, 8])[1] != fetch([3, 4], [8, 7])[1], "each batch has numbers of its own"
+def test_draws_on_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = iter([torch.tensor([1]), torch.tensor([2]), torch.tensor([3])])
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: next(states))
+    with refuse_draws("augment", is_divided=False, device_type="cuda"):
+        next(states)
+    with pytest.raises(UserError, match=r"^augment draws"), refuse_draws("augment", True, "cuda"):
+        pass
 
 
-def test_fetching_leaves_the_generators_alone() -> None:
-    torch.manual_seed(0)
-    expected = torch.rand(3)
-    torch.manual_seed(0)
-    fetch([1], [2])
-    assert torch.equal(torch.rand(3), expected)
+def test_states_of_the_generators() -> None:
+    """A first draw of NumPy changes its whole state, and a second one only its position."""
+    for draw, change in [(torch.rand, 0), (random.gammavariate, 1), (np.random.rand, 3)]:
+        np.random.rand()
+        before = generator_states()
+        assert generator_states() == before
+        draw(1, 1)  # type: ignore[operator]
+        assert [number for number in range(4) if generator_states()[number] != before[number]] == [change]
+    np.random.seed(2)
+    assert generator_states()[2] != before[2]
+    assert torch_generator_states() == [torch.get_rng_state().numpy().tobytes()]
+
+
+def test_states_of_the_generator_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.tensor([1, 2], dtype=torch.uint8))
+    assert torch_generator_states("cuda") == [*torch_generator_states(), b"\x01\x02"]
+    assert len(torch_generator_states("mps")) == 1
 
 
 @pytest.mark.parametrize(
@@ -53,19 +85,10 @@ def test_a_part_of_a_batch_must_not_draw(draw: object) -> None:
         draw(1)  # type: ignore[operator]
     with refuse_draws("collate_fn", is_divided=False):
         draw(1)  # type: ignore[operator]
+    with refuse_draws("collate_fn", is_divided=True):
+        pass
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "expected"),
-    [
-        ([torch.ones(2)], [torch.ones(2)], True),
-        ([torch.ones(2)], [torch.ones(3)], False),
-        ([torch.tensor(float("nan"))], [torch.tensor(float("nan"))], True),
-        ([torch.ones(2)], [torch.ones(2), 1], False),
-        ({"x": np.ones(2), "y": "a"}, {"x": np.ones(2), "y": "a"}, True),
-        ({"y": "a"}, {"y": "b"}, False),
-        ([object()], [object()], True),
-    ],
-)
-def test_equal_batches(a: object, b: object, expected: bool) -> None:
-    assert are_equal(a, b) is expected
+def test_no_epoch_draws_as_what_is_outside_of_them() -> None:
+    assert len({EVALUATION, SETUP, EPOCH_START}) == 3
+    assert max(EVALUATION, SETUP, EPOCH_START) < 0

@@ -20,11 +20,12 @@ from torch.distributed.tensor import DTensor
 from onecurve.data.batch import StepParts
 from onecurve.errors import UserError
 from onecurve.network.module_state import set_mode, unchanged, without_log
+from onecurve.network.object_state import are_equal
 from onecurve.observe.steps import is_checked_step
 from onecurve.parallel.gather import collectives_replaced
 from onecurve.patches.torch import is_compiled
 from onecurve.random.random_functions import sample_random
-from onecurve.random.seeding import are_equal, seed_generators
+from onecurve.random.seeding import seed_generators
 
 _log = logging.getLogger(__name__)
 # Relative, of weights on a CPU. A GPU may round convolutions to TF32, and half precision has fewer digits.

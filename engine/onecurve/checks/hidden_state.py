@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from onecurve.errors import UserError
 from onecurve.network.module_state import all_attributes
-from onecurve.network.object_state import is_same, leaves_of
+from onecurve.network.object_state import are_equal, is_same, leaves_of
 from onecurve.network.tensors import to_local
-from onecurve.random.seeding import are_equal
 
 _log = logging.getLogger(__name__)
 _ROUNDINGS = 16  # of the largest element of a weight, by which a second normalization may change it

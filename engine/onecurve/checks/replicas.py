@@ -16,11 +16,11 @@ from torch.nn.parameter import is_lazy
 from onecurve.checkpoint.optimizer_state import group_name
 from onecurve.errors import UserError
 from onecurve.network.module_state import attributes
+from onecurve.network.object_state import are_equal
 from onecurve.network.tensors import to_local
 from onecurve.observe.steps import is_log_point, trained_steps
 from onecurve.parallel.gather import gather_objects, names_that_differ
 from onecurve.patches.torch import AnyBatchNorm, is_compiled
-from onecurve.random.seeding import are_equal
 
 _log = logging.getLogger(__name__)
 _WAY_OUT = "Register it as a buffer and set bit_exact=true, or reduce what changes it over the ranks (self.all_gather)"

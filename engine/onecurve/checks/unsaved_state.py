@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from onecurve.checks.replicas import bits
 from onecurve.network.module_state import all_attributes
 from onecurve.network.object_state import leaves_of
-from onecurve.run.replicas import bits
 
 _log = logging.getLogger(__name__)
 _SAVED = {*vars(Optimizer([nn.Parameter()], {})), "_step_count", "_opt_called"}  # a schedule sets some

@@ -227,7 +227,7 @@ def fit_and_warn(cfg: Any) -> list[str]:
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
 
-    logger, handler = logging.getLogger("onecurve.run.replicas"), Keep()
+    logger, handler = logging.getLogger("onecurve.checks.replicas"), Keep()
     logger.addHandler(handler)
     try:
         fit(cfg)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 from torchmetrics import MeanMetric
 
+from onecurve.checks.loss import DivisionCheck
 from onecurve.errors import UserError
 from onecurve.run.experiment import assemble, run_experiment
-from onecurve.run.loss_check import DivisionCheck
 from tests.support.habits import Meter, VectorData, Vectors
 from tests.support.pool import Pool, RankFailed
 from tests.support.runs import compose, fit, fit_ranks

@@ -1,0 +1,125 @@
+"""Checks of schedules, of the interval of validation, and of the metrics that schedules and callbacks follow."""
+
+import logging
+from typing import Any
+
+import lightning as L
+from torch.optim.lr_scheduler import OneCycleLR
+
+from onecurve.errors import UserError
+from onecurve.parallel.gather import gather_objects
+
+_log = logging.getLogger(__name__)
+
+
+class ScheduleCheck(L.Callback):
+    """Refuses schedules and validation intervals that do not fit the run."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        data: Any = trainer.datamodule
+        if stage != "fit" or not data.evaluates("val") or trainer.check_val_every_n_epoch is None:
+            return
+        interval, steps = trainer.val_check_interval, data.steps_per_epoch
+        if isinstance(interval, int) and steps is not None and interval > steps:
+            raise UserError(
+                f"trainer.val_check_interval={interval} exceeds the {steps} steps of an epoch: "
+                "set a smaller value, or trainer.check_val_every_n_epoch=null"
+            )
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refuse a OneCycleLR that ends too early, and a ReduceLROnPlateau that steps without a new value."""
+        data: Any = trainer.datamodule
+        for config in trainer.lr_scheduler_configs if data.steps_per_epoch else ():
+            epochs = -(-data.total_steps // data.steps_per_epoch)
+            steps = (data.total_steps if config.interval == "step" else epochs) // config.frequency
+            if isinstance(config.scheduler, OneCycleLR) and config.scheduler.total_steps < steps:
+                way_out = "give it total_steps=trainer.estimated_stepping_batches"
+                if trainer.ckpt_path:
+                    way_out = "set them as in that run, or begin another schedule with its weights by init_from"
+                raise UserError(
+                    f"trainer.max_epochs and max_steps make {steps} steps of OneCycleLR, which ends after "
+                    f"{config.scheduler.total_steps}: {way_out}"
+                )
+        every = trainer.check_val_every_n_epoch or 1
+        for config in plateau_configs(trainer):
+            if config.monitor.startswith("val") and config.frequency % every:
+                raise UserError(
+                    f"scheduler.frequency={config.frequency}, but validation is every {every} epochs "
+                    f"(trainer.check_val_every_n_epoch): set scheduler.frequency={every}"
+                )
+
+
+def plateau_configs(trainer: L.Trainer) -> list[Any]:
+    """Return the schedules that Lightning steps once per epoch, by a metric."""
+    configs = trainer.lr_scheduler_configs
+    return [config for config in configs if config.reduce_on_plateau and config.interval == "epoch"]
+
+
+class MonitorCheck(L.Callback):
+    """Lets a sanity check show whether the metrics that callbacks monitor exist, which Lightning asks after an epoch.
+
+    Args:
+        callbacks: the user's, by their options.
+    """
+
+    _are_compared = True  # outside of a fit, nothing follows a metric
+
+    def __init__(self, callbacks: dict[str, L.Callback]) -> None:
+        self._monitors = {name: str(one.monitor) for name, one in callbacks.items() if getattr(one, "monitor", None)}
+        self._after_validation = {name for name in self._monitors if _acts_after_validation(callbacks[name])}
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        monitors = dict(self._monitors)
+        for config in plateau_configs(trainer):
+            monitors |= {"ReduceLROnPlateau": config.monitor} if config.strict else {}
+        self._of_validation = {name: monitor for name, monitor in monitors.items() if monitor.startswith("val")}
+        self._are_compared = False
+        if not trainer.datamodule.evaluates("val"):
+            self._refuse_or_warn()
+        known = {"val/loss", "val/acc"} if getattr(pl_module, "takes_batch", False) else set()  # of this template
+        if not known.issuperset(self._of_validation.values()):
+            trainer.num_sanity_val_steps = trainer.num_sanity_val_steps or 1
+
+    def _refuse_or_warn(self) -> None:
+        if monitor := self._of_validation.get("ReduceLROnPlateau"):
+            raise UserError(
+                f"ReduceLROnPlateau monitors {monitor}, but the run has no validation: give it validation data, or let "
+                "it monitor a metric of training"
+            )
+        if waiting := sorted({*self._of_validation, *self._after_validation}):
+            _log.warning("the run has no validation, so %s cannot act", " and ".join(waiting))
+
+    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        logged = trainer.callback_metrics
+        for name, monitor in self._of_validation.items():
+            if logged and monitor not in logged:  # a module may log nothing in the sanity check
+                raise UserError(
+                    f"{name} monitors {monitor}, which validation does not log (it logs {', '.join(logged)}): "
+                    "set its `monitor` to one of these, and its `mode` to min if less is better"
+                    + (f"; or {name}=null" if "." in name else "")
+                )
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Compare the ranks at the sanity check, which a run that goes on does not have, or at its first validation."""
+        if not self._are_compared:
+            self._are_compared, logged = True, trainer.callback_metrics
+            self._check_reduction(
+                {name: float(logged[name]) for name in self._of_validation.values() if name in logged}
+            )
+
+    def _check_reduction(self, own: dict[str, float]) -> None:
+        """Compare the values of the ranks: callbacks follow that of rank zero, and schedules each their own."""
+        ranks = gather_objects(own)
+        for name, monitor in self._of_validation.items():
+            if len({str(rank.get(monitor)) for rank in ranks}) > 1:
+                problem = (
+                    f"{name} monitors {monitor}, which each rank has of its own samples: log it with sync_dist=True"
+                )
+                if name == "ReduceLROnPlateau":
+                    raise UserError(problem)
+                _log.warning("%s, or it follows rank zero's", problem)
+
+
+def _acts_after_validation(callback: Any) -> bool:
+    """Return whether EarlyStopping or ModelCheckpoint is set to act there only, whatever metric it monitors."""
+    return any(getattr(callback, f"_{act}_on_train_epoch_end", None) is False for act in ("check", "save"))
