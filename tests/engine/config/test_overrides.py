@@ -307,6 +307,8 @@ def explained(error: Exception, *words: str) -> str:
         ("optimizer/vit", None, "optimizer=vit: known: mlp2, sgd; there is model=vit"),
         ("callbacks/mlp2", ["ema"], "callbacks=mlp2: known: ema; there is optimizer=mlp2"),
         ("a/b/sgd", ["c"], "a/b=sgd: known: c; there is optimizer=sgd"),
+        ("experiment/model/mlp", None, "experiment: write `- override /model: mlp` among the `defaults` of its file"),
+        ("experiment/a/mlp", ["c"], "experiment/a=mlp: known: c; there is model=mlp"),
     ],
 )
 def test_an_unknown_choice_of_a_group(name: str, options: list[str] | None, expected: str, project: Path) -> None:
@@ -360,6 +362,11 @@ def test_names_of_options(project: Path) -> None:
     assert command_line._names_of_options([]) == names
     with_vit = names - {"model.hidden", "model.layers.depth"} | {"model.patches"}
     assert command_line._names_of_options(["model=vit", "seed=1", "optimizer"]) == with_vit
+
+
+def test_a_recipe_without_its_first_line() -> None:
+    found = explained(ConfigCompositionException("In 'experiment/mine': Could not override 'model@experiment.model'."))
+    assert found == "begin conf/experiment/mine.yaml with the line `# @package _global_`"
 
 
 def test_other_errors_are_one_line() -> None:

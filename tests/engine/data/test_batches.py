@@ -49,6 +49,12 @@ def test_another_epoch_begins_at_its_first_step() -> None:
     assert (place.epoch, place.start) == (1, 0)
 
 
+def test_batches_of_two_loaders_are_two_things() -> None:
+    """Samplers are compared by identity, as torch's are."""
+    assert len({training([[0]]), training([[0]])}) == 2
+    assert len({GivenBatches(given, evens, 2, 3), GivenBatches(given, evens, 2, 3)}) == 2
+
+
 def test_a_large_epoch_keeps_its_start() -> None:
     place = EpochStart()
     place.set_epoch(int("5000"))
@@ -184,11 +190,20 @@ def test_an_evaluation_counts_the_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "batch", "shares"), [(3, 4, (1, 1, 1, 1)), (5, 2, (1, 1)), (2, 9, (2, 1)), (1, 1, (1, 1))]
+    ("count", "batch", "shares", "parts"),
+    [
+        (5, 2, (1, 1), None),
+        (2, 9, (2, 1), None),
+        # Too few samples for any batch size.
+        (3, 4, (1, 1, 1, 1), 1),
+        (1, 1, (1, 1), 1),
+    ],
 )
-def test_an_evaluation_that_leaves_a_rank_empty(count: int, batch: int, shares: tuple[int, ...]) -> None:
+def test_an_evaluation_that_leaves_a_rank_empty(
+    count: int, batch: int, shares: tuple[int, ...], parts: int | None
+) -> None:
     with pytest.raises(UserError) as caught:
-        evaluation(count, batch, shares, 0).check_no_rank_is_empty("test")
+        evaluation(count, batch, shares, 0).check_no_rank_is_empty("test", parts)
     assert str(caught.value) == (
         f"the {count} samples of `test` leave a batch of a process or virtual rank empty: evaluate more of them, set "
         "trainer.limit_test_batches=0, or use fewer trainer.devices"

@@ -318,18 +318,18 @@ def test_division_of_eight_samples(division: Division, positions: list[list[int]
 
 
 @pytest.mark.parametrize(
-    ("division", "sharing", "is_divided", "own"),
+    ("division", "parts", "sharing", "is_divided", "own"),
     [
-        (Division(), 1, False, [0, 1, 2, 3]),
-        (Division(info(2, 1)), 2, True, [2, 3]),
-        (Division(accumulate=3), 3, True, [0, 1, 2, 3]),
-        (Division(info(2, 0), accumulate=3, virtual_ranks=8), 6, True, [0, 1, 2, 3]),
-        (Division(info(2, 0), bit_exact=True), 2, False, [0, 1]),
-        (Division(bit_exact=True), 1, False, [0, 1, 2, 3]),
+        (Division(), 1, 1, False, [0, 1, 2, 3]),
+        (Division(info(2, 1)), 1, 2, True, [2, 3]),
+        (Division(accumulate=3), 3, 3, True, [0, 1, 2, 3]),
+        (Division(info(2, 0), accumulate=3, virtual_ranks=8), 3, 6, True, [0, 1, 2, 3]),
+        (Division(info(2, 0), bit_exact=True), 2, 2, False, [0, 1]),
+        (Division(bit_exact=True), 4, 1, False, [0, 1, 2, 3]),
     ],
 )
-def test_parts_of_a_division(division: Division, sharing: int, is_divided: bool, own: list[int]) -> None:
-    assert (division.sharing, division.is_divided) == (sharing, is_divided)
+def test_parts_of_a_division(division: Division, parts: int, sharing: int, is_divided: bool, own: list[int]) -> None:
+    assert (division.num_parts, division.sharing, division.is_divided) == (parts, sharing, is_divided)
     assert list(division.own_virtual_ranks) == own
 
 

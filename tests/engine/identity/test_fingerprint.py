@@ -213,6 +213,7 @@ def test_an_unchanged_run_is_the_same_experiment(caplog: pytest.LogCaptureFixtur
         ({"seed": 1, "optimizer.lr": 0.2}, {}, "seed=1 (now 3)"),
         ({"b": 1, "a": None}, {"b": 2, "a": True}, "a=null (now true), b=1 (now 2)"),
         ({"module._target_": "a.Net"}, {"module._target_": "a.Other"}, "module._target_=a.Net (now a.Other)"),
+        ({"module._target_": "a.Other"}, {"module._target_": "a.Net"}, "module._target_=a.Other (now a.Net)"),
         ({"training data": "9 samples"}, {}, "training data=9 samples (now 2 samples)"),
         ({"training data": "9 samples", "seed": 1}, {}, "seed=1 (now 3)"),
         ({"training data": "9 samples", "virtual_ranks": 2}, {"virtual_ranks": 4}, "virtual_ranks=2 (now 4)"),
@@ -248,6 +249,7 @@ def test_a_continued_run_cannot_change_the_experiment(before: dict[str, Any], no
             logging.INFO,
         ),
         ({}, {}, "edited", "the code of its classes was edited", logging.WARNING),
+        ({}, {}, "changed", "the code of its classes was edited", logging.WARNING),
         (
             {"optimizer.lr": 0.2},
             {},

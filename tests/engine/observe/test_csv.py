@@ -74,6 +74,7 @@ def test_a_row_without_a_step_is_that_of_the_last_one(tmp_path: Path) -> None:
     logger.log_metrics({"loss": 0.1}, step=4)
     logger.log_metrics({"other": 2.0})
     assert [row["step"] for row in read_rows(tmp_path)] == ["0", "4"]
+    assert [row["other"] for row in read_rows(tmp_path)] == ["", "2.0"]
     assert logged_steps(tmp_path) == 5
     again = CSVLogger(tmp_path)
     again.cut(4)
@@ -95,7 +96,7 @@ def read(folder: Path) -> str:
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, not_rank_zero: None) -> None:
-    text = "step,epoch,loss\n1,0,0.5\n"
+    text = "step,epoch,loss\n1,0,0.5\n2,0"  # of the last line the first rank has written a part
     (tmp_path / "metrics.csv").write_text(text)
     logger = CSVLogger(tmp_path)
     logger.log_hyperparams({"seed": 1})
@@ -138,8 +139,10 @@ def test_cuts_the_rows_from_a_step_on(step: int, left: list[str], tmp_path: Path
     logger.cut(step)
     logger.cut(step)  # a fit that ended before its first row, and the next one
     assert read(tmp_path) == before  # the run may still be refused
+    inode = (tmp_path / "metrics.csv").stat().st_ino
     logger.log_metrics({"loss": 9.0}, step=2000)
     assert read(tmp_path).splitlines() == ["step,epoch,loss", *left, "2000,,9.0"]
+    assert ((tmp_path / "metrics.csv").stat().st_ino == inode) is (len(left) == 3), "appended, if no row is cut"
 
 
 def test_a_cut_of_no_file_makes_none(tmp_path: Path) -> None:
@@ -188,7 +191,10 @@ def test_two_tests_of_a_step_have_two_rows(tmp_path: Path) -> None:
     for epoch, loss in ((1, 0.25), (1, 0.125), (1, 0.125)):
         logger.log_metrics({"epoch": epoch, "test_loss": loss}, step=10)
     CSVLogger(tmp_path).log_metrics({"test_loss": 0.125}, step=10)  # again, in another process
-    assert read(tmp_path) == "step,epoch,loss,test_loss\n10,1,0.5,0.25\n10,1,,0.125\n"
+    rows = "step,epoch,loss,test_loss\n10,1,0.5,0.25\n10,1,,0.125\n"
+    assert read(tmp_path) == rows
+    CSVLogger(tmp_path).log_metrics({"test_loss": 0.5}, step=10)
+    assert read(tmp_path) == f"{rows}10,,,0.5\n"
 
 
 def test_a_second_test_of_an_earlier_step_stands_beside_the_first(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onecurve.observe import steps
-from onecurve.observe.steps import RankConsensus, is_compared_step, is_log_point, trained_steps
+from onecurve.observe.steps import RankConsensus, is_checked_step, is_compared_step, is_log_point, trained_steps
 
 
 def rank(*others: list[int]) -> Any:
@@ -133,3 +133,7 @@ def test_steps_that_are_compared(done: int, expected: bool) -> None:
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
     trainer: Any = SimpleNamespace(log_every_n_steps=10, fit_loop=loop)
     assert is_compared_step(trainer) is expected
+
+
+def test_checked_steps_double() -> None:
+    assert [step for step in range(1, 600) if is_checked_step(step)] == [1, 2, 4, 8, 16, 32, 64, 128, 256]

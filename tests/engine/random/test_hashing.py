@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from onecurve.random.hashing import _draw_constants, hash_ints, integers, normal, permutation, uniform
+from onecurve.random.hashing import _draw_constants, _hash_indices, hash_ints, integers, normal, permutation, uniform
 
 # The first outputs of SplitMix64 for two seeds (https://prng.di.unimi.it/splitmix64.c).
 FROM_0 = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
@@ -71,6 +71,18 @@ def test_normal_numbers() -> None:
     assert numbers.dtype == torch.float32
     assert normal(SEEDS, 0).shape == (2, 0)
     assert normal(SEEDS, 1).tolist() == numbers[:, :1].tolist()
+
+
+def test_normal_numbers_differ_in_all_dimensions() -> None:
+    numbers = normal(SEEDS, 4, 4, 4)
+    assert len({*numbers.flatten().tolist()}) == numbers.numel()
+    assert torch.equal(normal(SEEDS, 4, 2, 4), numbers[:, :, :2]), "the sizes have no part in them"
+
+
+def test_hashes_of_indices_are_cached() -> None:
+    device = torch.device("cpu")
+    first, second = (_hash_indices(3, 1, device, torch.int64, 5, abs) for _ in range(2))
+    assert first is second
 
 
 @pytest.mark.parametrize("seed", [0, 1234567])

@@ -2,13 +2,25 @@
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
+from signal import SIGTERM
 from typing import Any
 
 import pytest
 
+from onecurve.errors import UserError
+from onecurve.process.signals import RESIZE, Stopped
 from onecurve.records import events
-from onecurve.records.events import append_end, append_event, append_kill, logged_steps, read_events
+from onecurve.records.events import (
+    append_end,
+    append_event,
+    append_kill,
+    end_of,
+    logged_steps,
+    read_events,
+    recorded_fit,
+)
 
 METRICS = "step,epoch,loss\n9,0,1.5\n"
 
@@ -121,3 +133,29 @@ def test_steps_of_the_last_complete_row(text: str, expected: int | None, tmp_pat
     assert logged_steps(tmp_path) is None
     (tmp_path / "metrics.csv").write_text(text)
     assert logged_steps(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "end"),
+    [
+        (Stopped(SIGTERM), ("stopped", "SIGTERM")),
+        (Stopped(RESIZE), ("stopped", "resized")),
+        (KeyboardInterrupt(), ("stopped", "SIGINT")),
+        (UserError("one line"), ("failed", "one line")),
+        (UserError("a traceback\nof two\nerror: one line\n"), ("failed", "error: one line")),
+        (ValueError("first\nsecond\nthird"), ("failed", "ValueError: first")),
+        (ValueError(), ("failed", "ValueError: ")),
+    ],
+)
+def test_the_end_of_a_run_by_an_error(error: BaseException, end: tuple[str, str]) -> None:
+    assert end_of(error) == end
+
+
+def test_a_fit_of_a_script_records_its_end(tmp_path: Path) -> None:
+    write(tmp_path, "start")
+    with recorded_fit(tmp_path):
+        append_event(tmp_path, "start")
+    with suppress(KeyboardInterrupt), recorded_fit(tmp_path):
+        append_event(tmp_path, "start")
+        raise KeyboardInterrupt
+    assert names(tmp_path) == ["start", "killed", "start", "finished", "start", "stopped"]
