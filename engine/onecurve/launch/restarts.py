@@ -173,6 +173,7 @@ def watch_for_devices(cfg: DictConfig, policy: DevicePolicy) -> Iterator[None]:
                 idle = [device for device in policy.devices if device not in policy.used]
                 usable = policy.choose(unusable_devices(cfg, idle, has_ended.is_set))
                 if len(usable) > len(policy.used) and not has_ended.is_set():
+                    signals.resize_file().parent.mkdir(parents=True, exist_ok=True)
                     signals.resize_file().touch()
                     return
 

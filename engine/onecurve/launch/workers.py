@@ -24,7 +24,7 @@ from onecurve.launch.restarts import (
     with_smaller_micro_batches,
 )
 from onecurve.process import signals
-from onecurve.process.fork_server import START_METHOD, start_fork_server
+from onecurve.process.fork_server import end_as_interpreter, start_fork_server
 from onecurve.process.launcher import forget_launcher, take_environment
 from onecurve.process.rank import (
     REPORT_FILE,
@@ -133,10 +133,10 @@ def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
     from torch.distributed.launcher.api import elastic_launch
 
     _silence_launchers()
-    start_fork_server()
+    method = start_fork_server()
     with TemporaryDirectory(prefix="reports-", ignore_cleanup_errors=True) as reports:
         try:
-            start = elastic_launch(_torchelastic_config(cfg, processes, reports), _run_worker)
+            start = elastic_launch(_torchelastic_config(cfg, processes, reports, method), _run_worker)
             results = start(cfg, {**os.environ}, usable_cores())
         except ChildFailedError as failed:
             if signals.requested() > signals.RESIZE:  # a signal came before the ranks could save, or a second one came
@@ -150,7 +150,7 @@ def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
     return metrics_or_signal
 
 
-def _torchelastic_config(cfg: DictConfig, processes: int, reports: str) -> Any:
+def _torchelastic_config(cfg: DictConfig, processes: int, reports: str, method: str) -> Any:
     """Return the settings of torch's elastic launcher, whose ranks write their errors into the folder `reports`.
 
     Its own restarts are off, because they would repeat user errors and hide their messages. In each rank Lightning
@@ -169,7 +169,7 @@ def _torchelastic_config(cfg: DictConfig, processes: int, reports: str) -> Any:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
-        start_method=START_METHOD,
+        start_method=method,
         monitor_interval=0.1,
         signals_to_handle="",  # none: onecurve/process/signals.py handles them
         logs_specs=DefaultLogsSpecs(reports),
@@ -195,6 +195,7 @@ def _run_worker(cfg: DictConfig, environment: dict[str, str], cores: list[int]) 
     _silence_launchers()
     rank = int(os.environ["RANK"])
     connect_debugger(rank)
+    end_as_interpreter()
     if runs_in_single_process(cfg):
         forget_launcher(keep=REPORT_FILE)
     try:

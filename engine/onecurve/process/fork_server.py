@@ -4,32 +4,81 @@ It imports while its launcher goes on, and lasts for all restarts and all jobs o
 asks for no device (https://docs.pytorch.org/docs/2.13/notes/multiprocessing.html#cuda-in-multiprocessing).
 """
 
+import gc
+import io
 import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import util
+from pathlib import Path
 
+from onecurve.patches.python import run_exit_functions
 from onecurve.process.signals import SIGNALS
 
-START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"  # others import in each rank
 PRELOADED = ["onecurve.run.experiment", "torch._dynamo"]
+_LONGEST = 85  # characters of the folder of its socket, of which Linux allows 107 with the name of the socket
+_is_started = False
 
 
-def start_fork_server() -> None:
-    """Start it, unless it runs already.
+def start_fork_server() -> str:
+    """Start it, unless it runs already; return the method by which `multiprocessing` starts ranks.
 
-    It outlives a signal to all processes of a job, after which its ranks save; they accept signals again. It would find
-    a module in the working directory before a library of that name, as `python -c` does, and so it begins in another.
+    That is `spawn` without a fork server: on other systems than Linux, if the path of the folder for temporary files is
+    too long for a socket, or if a cleaner has emptied that folder.
+
+    The server outlives a signal to all processes of a job, after which its ranks save; they accept signals again.
     """
-    if START_METHOD == "forkserver":
-        from multiprocessing import forkserver, resource_tracker
+    global _is_started
+    if sys.platform != "linux":
+        return "spawn"
+    from multiprocessing import forkserver, resource_tracker
 
-        resource_tracker.ensure_running()  # or it would be started below, and unblock the signals
-        multiprocessing.set_forkserver_preload(PRELOADED)
-        folder, unblocked = os.getcwd(), signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        os.chdir("/")
-        try:
-            forkserver.ensure_running()
-        finally:
-            os.chdir(folder)
-            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    sockets = Path(util.get_temp_dir())
+    sockets.mkdir(parents=True, exist_ok=True)  # or its removal at the end of this process would fail
+    if len(str(sockets)) > _LONGEST or (_is_started and not any(sockets.iterdir())):
+        return "spawn"
+    resource_tracker.ensure_running()  # or it would be started below, and unblock the signals
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    with _inherited():
+        forkserver.ensure_running()
+    _is_started = True
+    return "forkserver"
+
+
+@contextmanager
+def _inherited() -> Iterator[None]:
+    """Let a new process block signals, and import from where this one does.
+
+    It would find a module in the working directory before a library of that name, as `python -c` does, and so it begins
+    in another. Some versions of CPython do not tell it the path (`main` of multiprocessing/forkserver.py).
+    """
+    folder, path = os.getcwd(), os.environ.get("PYTHONPATH")
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
+    os.chdir("/")
+    try:
+        yield
+    finally:
+        os.chdir(folder)
+        del os.environ["PYTHONPATH"]
+        if path is not None:
+            os.environ["PYTHONPATH"] = path
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+
+
+def end_as_interpreter() -> None:
+    """Let this process call what `atexit` has, and write its files, at its end.
+
+    One that was forked ends by `os._exit`, which does neither.
+    """
+    util.Finalize(None, _end, exitpriority=-100)  # after the finalizers of multiprocessing
+
+
+def _end() -> None:
+    run_exit_functions()
+    for file in [one for one in gc.get_objects() if issubclass(type(one), io.TextIOWrapper | io.BufferedWriter)]:
+        with suppress(Exception):  # such as one that is closed
+            file.flush()

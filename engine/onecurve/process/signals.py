@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -64,15 +64,16 @@ def record_signal(number: int) -> bool:
     """Record a signal. Return True if it is a second request, not a late copy of the first.
 
     The process that the user started answers Ctrl-C at once, not the ranks that it has started. A handler may interrupt
-    a print, so it writes to the file descriptor.
+    a print, so it writes to the file descriptor, whose reader, such as `tee`, may have ended at the same Ctrl-C.
     """
     _received.append((number, time.monotonic()))
     window = _INTERRUPT_WINDOW if number == signal.SIGINT else _DUPLICATE_WINDOW
     is_second = _received[-1][1] - _received[0][1] > window
-    if is_second and os.isatty(2):
-        os.write(2, _SHOW_CURSOR)
-    elif number == signal.SIGINT and len(_received) == 1 and _is_first_process():
-        os.write(2, _STOPPING)
+    with suppress(OSError):
+        if is_second and os.isatty(2):
+            os.write(2, _SHOW_CURSOR)
+        elif number == signal.SIGINT and len(_received) == 1 and _is_first_process():
+            os.write(2, _STOPPING)
     return is_second
 
 
@@ -96,13 +97,16 @@ def prepare_started_process() -> None:
     die_with_parent(os.getppid())
     launcher: Any = multiprocessing.parent_process()
     if launcher.pid != os.getppid():  # the parent is a fork server, which lives as long as its children
-        threading.Thread(target=_end_with, args=[launcher], daemon=True).start()
+        threading.Thread(target=_end_with, args=[launcher, os.getppid()], daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # which a fork server blocks
 
 
-def _end_with(launcher: Any) -> None:
+def _end_with(launcher: Any, server: int) -> None:
+    """End with the launcher; the kernel ends the other ranks with the fork server, also one that runs no thread."""
     launcher.join()
+    if os.getppid() == server:
+        os.kill(server, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -164,12 +168,13 @@ def forward_to_workers() -> Iterator[None]:
     """In a launcher, forward the first signal to the workers; a second signal ends them at once."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    with TemporaryDirectory(prefix="launcher-") as folder:
+    with TemporaryDirectory(prefix="launcher-", ignore_cleanup_errors=True) as folder:
         flag = Path(folder) / "stop"
 
         def handler(number: int, frame: Any) -> None:
             if record_signal(number):
                 raise SignalException("sent once more", signal.SIGKILL)  # elastic then kills the workers
+            flag.parent.mkdir(parents=True, exist_ok=True)  # a cleaner of temporary files may have removed it
             flag.with_suffix(".part").write_text(str(number))
             flag.with_suffix(".part").rename(flag)
 

@@ -116,6 +116,18 @@ def test_late_copies_are_no_second_request(
     assert signals.record_signal(number) == is_second
 
 
+def test_a_request_is_recorded_though_nobody_reads_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C has ended `tee`, too."""
+
+    def fail(*_: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(signals, "_received", [])
+    monkeypatch.setattr(signals.os, "write", fail)
+    assert signals.record_signal(signal.SIGINT) is False
+    assert signals.requested() == signal.SIGINT
+
+
 @pytest.mark.parametrize(("number", "is_preempted"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
 def test_wandb_repeats_no_run_that_the_user_has_stopped(
     number: signal.Signals, is_preempted: bool, small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,9 +1,11 @@
 """What the ranks that this host starts have from their launcher, and from the process of which they are forked."""
 
+import atexit
 import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning as L
@@ -33,11 +35,66 @@ def test_what_ranks_are_forked_from_has_no_device_and_no_threads() -> None:
     subprocess.run([sys.executable, "-c", IMPORT, *PRELOADED], check=True)
 
 
-class Cores(L.Callback):
-    """Writes the cores that a rank may use."""
+START = """
+import shutil, sys, tempfile
+from pathlib import Path
+from onecurve.process import fork_server
+
+print(fork_server.start_fork_server())
+for path in Path(tempfile.gettempdir()).glob("pymp-*"):
+    shutil.rmtree(path)
+print(fork_server.start_fork_server(), fork_server.start_fork_server())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
+@pytest.mark.parametrize(("length", "expected"), [(10, "forkserver"), (90, "spawn")])
+def test_without_a_socket_ranks_are_spawned(length: int, expected: str) -> None:
+    """The folder for temporary files may have a long path, as on clusters, or be emptied during the run."""
+    with TemporaryDirectory(dir="/tmp") as folder:
+        temporary = Path(folder, "t" * (length - len(folder)))
+        temporary.mkdir(exist_ok=True)
+        process = subprocess.run(
+            [sys.executable, "-c", START],
+            env=os.environ | {"TMPDIR": str(temporary)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert not list(temporary.glob("pymp-*"))
+    assert process.stdout.split() == [expected, "spawn", "spawn"]
+    assert process.stderr == ""
+
+
+MINE = """
+import sys, time
+from pathlib import Path
+from onecurve.process import fork_server
+
+sys.path.insert(0, "extra")
+fork_server.PRELOADED[:] = ["mine"]
+fork_server.start_fork_server()
+while not Path("imported").exists():
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
+def test_ranks_import_from_where_their_launcher_does(tmp_path: Path) -> None:
+    """Also by a relative path, though the fork server begins in another folder, and before libraries of that name."""
+    (tmp_path / "extra").mkdir()
+    (tmp_path / "extra" / "mine.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path)!r}, 'imported').touch()")
+    subprocess.run([sys.executable, "-c", MINE], cwd=tmp_path, check=True, timeout=60)
+
+
+class Marks(L.Callback):
+    """Writes the cores that a rank may use into a file that nobody closes, and a file at the end of the process."""
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-        Path(trainer.default_root_dir, f"cores{trainer.global_rank}").write_text(str(usable_cores()))
+        folder, rank = Path(trainer.default_root_dir), trainer.global_rank
+        self.file = (folder / f"cores{rank}").open("w")
+        self.file.write(str(usable_cores()))
+        atexit.register((folder / f"end{rank}").touch)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS cannot restrict a process to some cores")
@@ -47,11 +104,12 @@ def test_ranks_have_the_present_cores_of_their_launcher(small: list[str], folder
     before = usable_cores()
     os.sched_setaffinity(0, before[:1])
     try:
-        cores = f"+callbacks.cores._target_={__name__}.Cores"
-        run_here(*small, *TINY, "logger=none", "strategy=ddp", "trainer.devices=2", cores, f"run_dir={folder}")
+        marks = f"+callbacks.marks._target_={__name__}.Marks"
+        run_here(*small, *TINY, "logger=none", "strategy=ddp", "trainer.devices=2", marks, f"run_dir={folder}")
     finally:
         os.sched_setaffinity(0, before)
-    assert [(folder / f"cores{rank}").read_text() for rank in (0, 1)] == [str(before[:1])] * 2
+    assert [(folder / f"cores{rank}").read_text() for rank in (0, 1)] == [str(before[:1])] * 2, "written at the end"
+    assert [(folder / f"end{rank}").exists() for rank in (0, 1)] == [True, True]
 
 
 def test_a_rank_has_the_present_variables_of_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
