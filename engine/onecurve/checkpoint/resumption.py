@@ -5,7 +5,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
-from lightning.pytorch.callbacks import BaseFinetuning, LearningRateMonitor, ModelCheckpoint, ModelPruning
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelPruning,
+)
 from torch.optim import Optimizer
 
 from onecurve.checkpoint.optimizer_state import add_saved_groups, name_parameters, shard
@@ -29,12 +35,15 @@ class ExactResumption(L.Callback):
       if its absolute path has changed, and then replaces the best checkpoint by a worse one; it saves `current_score`
       but does not restore it. (`ModelCheckpoint.load_state_dict`,
       https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/callbacks/model_checkpoint.py)
+    - A run that EarlyStopping has ended stays ended, unless its patience has changed; Lightning would train until the
+      next check, and restores the patience as well.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
             self._steps = self._epoch_steps = 0  # trained in the run, and in the current epoch
             self._requires_grad: dict[str, bool] = {}  # by name; first that of a checkpoint, then as training begins
+            self._has_stopped_early = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Prepare the optimizers, which Lightning restores after this hook."""
@@ -50,6 +59,10 @@ class ExactResumption(L.Callback):
         saved, self._requires_grad = self._requires_grad, _requires_grad(pl_module)
         for name, weight in pl_module.named_parameters():
             weight.requires_grad_(saved.get(name, weight.requires_grad))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stop a run that a callback has already stopped, even if `min_epochs` postponed the end."""
+        trainer.should_stop = trainer.should_stop or self._has_stopped_early
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make the test log at the last step and epoch, also if training stopped early or did not run."""
@@ -104,6 +117,7 @@ class ExactResumption(L.Callback):
                 if isinstance(callback, BaseFinetuning | LearningRateMonitor):
                     _skip_epoch_start(callback)
             _restore_history(trainer, checkpoint["callbacks"])
+            self._has_stopped_early = _has_stopped_early(trainer, checkpoint["callbacks"])
             if any(isinstance(callback, ModelPruning) for callback in cast(Any, trainer).callbacks):
                 _log.warning(
                     "ModelPruning saves no masks: the weights that it has pruned train again, until it prunes anew, so "
@@ -116,6 +130,14 @@ class ExactResumption(L.Callback):
             raise UserError(
                 f"trainer.max_epochs={trainer.max_epochs}: the run in ckpt_path has already trained "
                 f"{position['epoch']} epochs; set it higher, or evaluate the run with fit=false"
+            )
+        every = trainer.reload_dataloaders_every_n_epochs
+        if every > 1 and position["epoch"] % every:
+            _log.warning(
+                "reload_dataloaders_every_n_epochs=%d counts from epoch %d, in which this run goes on: its data may "
+                "differ from those of a run that was not stopped",
+                every,
+                position["epoch"],
             )
         self._steps, self._epoch_steps = position["steps"], position["epoch_steps"]
         data.resume(position["epoch"], position["epoch_steps"], position["streams"])
@@ -174,6 +196,18 @@ def _restore_history(trainer: L.Trainer, states: dict[str, Any]) -> None:
             # A file in another folder is a copy from another run, and a new history begins.
             if Path(str(callback.dirpath)) == folder:
                 states[callback.state_key] = _replace_folder(state, state["dirpath"], str(folder))
+
+
+def _has_stopped_early(trainer: Any, states: dict[str, Any]) -> bool:
+    """Return whether an EarlyStopping has ended the run; with another patience its next check decides."""
+    has_stopped = False
+    for callback in trainer.callbacks:
+        state = states.get(callback.state_key) if isinstance(callback, EarlyStopping) else None
+        if state and state["patience"] != callback.patience:
+            states[callback.state_key] = state | {"patience": callback.patience, "stopping_reason_message": None}
+        elif state and state.get("stopping_reason_message"):
+            has_stopped = True
+    return has_stopped
 
 
 def _replace_folder(value: Any, old: str, new: str) -> Any:

@@ -39,7 +39,7 @@ class OrderedData(L.LightningDataModule):
     Args:
         plain: the user's DataModule.
         seed: determines the order of the samples and the random numbers of their transforms.
-        limits: limits of `train`, `val` and `test` per epoch: a number of global batches, or a fraction; None for all.
+        limits: limits of `train`, `val`, `test` and `predict`: a number of global batches, or a fraction; None for all.
         accumulate: micro-batches per optimizer step.
         virtual_ranks: number of ranks of the run. Position p of a global batch belongs to rank p % virtual_ranks.
         bit_exact: compute them one by one, not together.

@@ -79,10 +79,12 @@ def check_search(trainer: Any) -> None:
     Lightning calls the hook that searches before the hooks of this library, which divide and add the steps of a run.
     """
     is_divided = trainer.num_devices * trainer.num_nodes > 1 or trainer.bit_exact
+    is_divided = is_divided or trainer.accumulate > 1
     if is_divided and any(isinstance(one, LearningRateFinder) for one in trainer.callbacks):
         raise UserError(
             "LearningRateFinder follows the loss of rank zero's samples, so each number of processes would train at "
-            "another rate: search in a run of one process without bit_exact, and give the module the rate that it finds"
+            "another rate: search in a run of one process without bit_exact or accumulate_grad_batches, and give the "
+            "module the rate that it finds"
         )
 
 

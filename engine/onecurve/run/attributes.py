@@ -4,18 +4,22 @@ from typing import Any, cast
 
 import lightning as L
 import numpy as np
+from lightning.pytorch.callbacks import LearningRateFinder
 from torch import Tensor
 
 from onecurve.network.module_state import attributes
 from onecurve.network.object_state import is_dense, is_same
 from onecurve.parallel.gather import names_that_differ
 
+_RATES = ("lr", "learning_rate")  # attributes that LearningRateFinder sets
+
 
 class Attributes(L.Callback):
     """Saves numbers and tensors in attributes that training changes, such as a count of the steps, and restores them.
 
     These are attributes of modules, and of callbacks without a `state_dict`. What is set before the first epoch and not
-    changed later is not restored, as an option; nor are numbers that the ranks have different, as the seed of a rank.
+    changed later is not restored, as an option, but for what LearningRateFinder has found; nor are numbers that the
+    ranks have different, as the seed of a rank.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -23,6 +27,9 @@ class Attributes(L.Callback):
             self._first: dict[str, Any] | None = None  # attributes before the first epoch of this process
             self._saved: dict[str, Any] = {}  # those of a checkpoint, until they are restored
             self._has_begun_epoch = False  # in which the checkpoint was saved
+            searches = any(isinstance(one, LearningRateFinder) for one in cast(Any, trainer).callbacks)
+            found = attributes(pl_module) if searches else {}
+            self._before_search = {name: found[name] for name in _RATES if name in found}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.training:
@@ -34,6 +41,7 @@ class Attributes(L.Callback):
         if self._first is None:
             found = _attributes(trainer, pl_module)
             self._first = {name: one.clone() if isinstance(one, Tensor) else one for name, one in found.items()}
+            self._first |= self._before_search
         if not self._has_begun_epoch:
             self._restore(trainer, pl_module)
 

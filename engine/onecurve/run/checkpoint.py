@@ -2,6 +2,8 @@
 
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +91,18 @@ class LastCheckpoint(Checkpoint):
 
 
 class LateSaves(L.Callback):
-    """Lets each ModelCheckpoint save a step after the module's `on_train_batch_end`, as one that moves a teacher.
+    """Lets each ModelCheckpoint save a step when all that belongs to the step is done.
 
-    Lightning calls that hook of callbacks first (loops/training_epoch_loop.py, `advance`). A run that goes on begins
-    with the next step, and would lack what the module's hook has changed.
+    Lightning calls its `on_train_batch_end` before that of the module, which may move a teacher, and at the last step
+    of an epoch before the validation and the hooks of the epoch's end (loops/training_epoch_loop.py, `advance`;
+    loops/fit_loop.py, `on_advance_end`). A run that goes on begins with the next step, and would lack what comes after.
     """
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+        self._changed = [vars(one) for one in savers]
+        for saver in savers:
+            _wait_for_the_end_of_epochs(trainer, saver)
         if not (savers and is_overridden("on_train_batch_end", pl_module)):
             return
         hook, saves = pl_module.on_train_batch_end, [one.on_train_batch_end for one in savers]
@@ -106,16 +112,44 @@ class LateSaves(L.Callback):
             for save in saves:
                 save(trainer, pl_module, outputs, batch, batch_idx)
 
-        self._changed = [vars(one) for one in (pl_module, *savers)]
+        self._changed.append(vars(pl_module))
         for attributes in self._changed:  # Lightning calls no hook that is not callable
             attributes["on_train_batch_end"] = None
         vars(pl_module)["on_train_batch_end"] = hook_then_saves
 
     def teardown(self, *_: Any, **__: Any) -> None:
         for attributes in vars(self).pop("_changed", []):
-            attributes.pop("on_train_batch_end", None)
+            for hook in ("on_train_batch_end", "on_validation_end", "on_train_epoch_end"):
+                attributes.pop(hook, None)
 
     on_train_end = on_exception = teardown
+
+
+def _wait_for_the_end_of_epochs(trainer: L.Trainer, saver: ModelCheckpoint) -> None:
+    """Let what a callback does at the last step of an epoch, and at the validation after it, wait for the epoch's end.
+
+    Its `on_train_epoch_end` is among the last hooks, behind those of the module and of EarlyStopping.
+    """
+    waiting: list[Callable[[], None]] = []
+
+    def now_or_later(hook: Callable[..., None], *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            waiting.append(partial(hook, *args))
+        else:
+            hook(*args)
+
+    def in_order(hook: Callable[..., None], *args: Any) -> None:
+        for earlier in waiting:
+            earlier()
+        waiting.clear()
+        hook(*args)
+
+    for name, call in {
+        "on_train_batch_end": now_or_later,
+        "on_validation_end": now_or_later,
+        "on_train_epoch_end": in_order,
+    }.items():
+        vars(saver)[name] = partial(call, getattr(saver, name))
 
 
 def monitoring(trainer: L.Trainer) -> list[Any]:

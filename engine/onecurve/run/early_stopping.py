@@ -11,23 +11,10 @@ PRUNED = "pruned"  # attribute of a pruned trial, which the sweeper reads
 
 
 class ResumableEarlyStopping(EarlyStopping):
-    """Lightning's EarlyStopping with a permanent decision: a stopped run stays stopped when it is started again.
-
-    Each validation counts once. The patience comes from the configuration, not from the checkpoint. If it has changed,
-    a stopped run continues, and the next validation decides.
-    """
+    """Lightning's EarlyStopping, which counts each validation once, and says in the end why it has stopped the run."""
 
     def __init__(self, check_on_train_epoch_end: bool | None = False, **options: Any) -> None:
         super().__init__(check_on_train_epoch_end=check_on_train_epoch_end, **options)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict | {"patience": self.patience})
-        if state_dict["patience"] != self.patience:
-            self.stopping_reason_message = None
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop a run that a validation has already stopped, even if `min_epochs` postponed the end."""
-        trainer.should_stop = trainer.should_stop or self.stopping_reason_message is not None
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.stopping_reason_message and trainer.is_global_zero:

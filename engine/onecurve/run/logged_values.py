@@ -43,6 +43,7 @@ class LoggedValues(Results):
         self._pass_log: PassLog | None = None
         self.rank_weight, self.samples = 1.0, 0  # of this rank's step: samples, also relative to the mean of the ranks
         self._warned = set[str]()
+        self._group: Any = None  # of the ranks that share the samples, in the stage of the values
 
     @contextmanager
     def divert(self, log: PassLog) -> Iterator[None]:
@@ -57,6 +58,10 @@ class LoggedValues(Results):
         if self._pass_log is not None:
             self._pass_log.add(fx, name, value, options)
             return
+        group = group_of_samples(self._trainer)
+        if group is not self._group:
+            self.clear()  # each stage of a pipeline makes one, and Lightning compares the options of a value
+            self._group = group
         if isinstance(value, Metric) and options["on_step"] and self.training:
             self._warn_of_share(name, value)
         if self.virtual:
@@ -64,7 +69,7 @@ class LoggedValues(Results):
         if self.rank_weight != 1 and isinstance(value, Tensor) and options["sync_dist"]:
             value, options = self._weighted(value, options)
         if options["sync_dist"] and options["sync_dist_group"] is None:  # a sum counts each sample once
-            options = options | {"sync_dist_group": group_of_samples(self._trainer)}
+            options = options | {"sync_dist_group": group}
         super().log(fx, name, value, **options | {"sync_dist": options["sync_dist"] and not self.virtual})
 
     def _warn_of_share(self, name: str, metric: Metric) -> None:

@@ -129,7 +129,7 @@ class Trainer(L.Trainer):
         check_arguments(self.seed, self.virtual_ranks, bit_exact, kwargs)
         self.bit_exact, self.accumulate, self.sync_batchnorm = bit_exact, accumulate_grad_batches, sync_batchnorm
         # OrderedData applies these limits, because Lightning would count micro-batches.
-        self.limits = {name: kwargs.pop(f"limit_{name}_batches", None) for name in ("train", "val", "test")}
+        self.limits = {name: kwargs.pop(f"limit_{name}_batches", None) for name in ("train", "val", "test", "predict")}
         self.final_metrics: dict[str, Any] = {}
         self._data: OrderedData | None = None  # of the last stage
         self._fitted: L.LightningDataModule | None = None  # the user's data of the last fit

@@ -1,4 +1,4 @@
-"""Callbacks of Lightning that save or search: what a ModelCheckpoint has of a step, and what is refused."""
+"""Callbacks of Lightning that save, stop or search: what a run that goes on has of them, and what is refused."""
 
 from pathlib import Path
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import onecurve
@@ -63,7 +63,97 @@ def test_a_checkpoint_of_an_exception_that_did_not_come(folder: Path) -> None:
     assert not (folder / "none").exists()
 
 
-@pytest.mark.parametrize("options", [{"bit_exact": True}, {"strategy": "ddp", "devices": 2}])
+@pytest.mark.parametrize(
+    "options", [{"bit_exact": True}, {"accumulate_grad_batches": 2}, {"strategy": "ddp", "devices": 2}]
+)
 def test_a_search_with_the_loss_of_a_part_is_refused(options: dict[str, Any], folder: Path) -> None:
     with pytest.raises(UserError, match="LearningRateFinder follows the loss of rank zero's samples"):
         fit(folder, LearningRateFinder(), **options)
+
+
+class Sums(BoringModel):
+    """Follows the sum of an epoch, which it resets at the end, and lowers its rate when that grows."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.lr, self.seen = lr, nn.Buffer(torch.zeros(()))
+        self.rates: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self(batch).square().mean()
+        self.seen.add_(loss.detach())
+        self.log("train_loss", loss, on_epoch=True)
+        return loss * (1 + self.seen)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self(batch).square().mean() * (-1) ** self.current_epoch)
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.zero_()
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), self.lr)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+
+def fit_sums(folder: Path, *callbacks: L.Callback, ckpt_path: Any = None, **options: Any) -> tuple[Sums, L.Trainer]:
+    given: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_epochs": 6, "seed": 0, "callbacks": [*callbacks]}
+    given |= {"enable_progress_bar": False, "enable_model_summary": False, **options}
+    trainer = onecurve.Trainer(default_root_dir=folder, **given)
+    module, loader = Sums(), DataLoader(RandomDataset(32, 32), batch_size=8)
+    trainer.fit(module, loader, loader, ckpt_path=ckpt_path)
+    return module, trainer
+
+
+@pytest.mark.parametrize("options", [{"every_n_train_steps": 4}, {"monitor": "val_loss", "every_n_epochs": 2}])
+def test_what_is_saved_at_the_end_of_an_epoch_has_that_end(options: dict[str, Any], folder: Path) -> None:
+    """Its validation, the module's hooks and the step of the schedule, which a run that goes on does not repeat."""
+    saves = ModelCheckpoint(filename="{step}", save_top_k=-1, save_on_train_epoch_end=False, **options)
+    whole, _ = fit_sums(folder / "whole", saves)
+    assert len({*whole.rates}) > 2
+    for step in (8, 16):
+        (folder / f"{step}").mkdir()
+        file = folder / "whole" / "checkpoints" / f"step={step}.ckpt"
+        resumed, trainer = fit_sums(folder / f"{step}", ckpt_path=file)
+        assert resumed.rates == whole.rates[step // 4 :]
+        assert torch.equal(resumed.layer.weight, whole.layer.weight)
+        assert trainer.global_step == 24
+
+
+def test_a_run_that_has_stopped_early_stays_so(folder: Path) -> None:
+    def stops(patience: int) -> EarlyStopping:
+        return EarlyStopping("val_loss", patience=patience)
+
+    _, trainer = fit_sums(folder, stops(1), max_epochs=9)
+    assert trainer.global_step < 36
+    _, again = fit_sums(folder, stops(1), max_epochs=9, ckpt_path="last")
+    assert (again.global_step, again.current_epoch) == (trainer.global_step, trainer.current_epoch)
+    _, longer = fit_sums(folder, stops(4), max_epochs=9, ckpt_path="last")
+    assert longer.global_step > trainer.global_step
+
+
+def test_a_rate_that_was_found_is_that_of_the_module_when_it_goes_on(folder: Path) -> None:
+    found, _ = fit_sums(folder, LearningRateFinder(num_training_steps=20, early_stop_threshold=None), max_epochs=6)
+    assert found.lr != 0.1
+    again, _ = fit_sums(folder, LearningRateFinder(), max_epochs=7, ckpt_path="last")
+    assert again.lr == found.lr
+    assert fit_sums(folder, max_epochs=8, ckpt_path="last")[0].lr == found.lr
+
+
+def test_data_that_would_be_loaded_in_other_epochs_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit_sums(folder, max_epochs=1, reload_dataloaders_every_n_epochs=2)
+    for epochs, warnings in ((2, 1), (3, 0)):
+        caplog.clear()
+        fit_sums(folder, max_epochs=epochs, reload_dataloaders_every_n_epochs=2, ckpt_path="last")
+        assert sum("counts from epoch 1, in which this run goes on" in one for one in caplog.messages) == warnings
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_limit_of_predictions_counts_batches(accumulate: int, folder: Path) -> None:
+    given: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "enable_progress_bar": False}
+    given |= {"accumulate_grad_batches": accumulate, "limit_predict_batches": 2}
+    trainer = onecurve.Trainer(default_root_dir=folder, **given)
+    predicted = trainer.predict(Sums(), DataLoader(RandomDataset(32, 64), batch_size=8))
+    assert sum(map(len, predicted)) == 16

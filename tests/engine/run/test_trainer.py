@@ -97,9 +97,9 @@ def run_demo(file: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> 
 def test_equal_bits_have_one_number_of_threads(left: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning's launchers set another one if the variable is missing, which a later trainer would take."""
     given, before = os.environ.get("OMP_NUM_THREADS", "1"), torch.get_num_threads()
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if left:
-        monkeypatch.setenv("OMP_NUM_THREADS", left)
+    monkeypatch.setenv("OMP_NUM_THREADS", left or "")  # what the run leaves is undone, also where there was none
+    if not left:
+        monkeypatch.delenv("OMP_NUM_THREADS")
     used = list[str]()
 
     def note(*_: Any) -> None:
