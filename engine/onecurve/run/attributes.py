@@ -28,8 +28,7 @@ class Attributes(L.Callback):
             self._saved: dict[str, Any] = {}  # those of a checkpoint, until they are restored
             self._has_begun_epoch = False  # in which the checkpoint was saved
             searches = any(isinstance(one, LearningRateFinder) for one in cast(Any, trainer).callbacks)
-            found = attributes(pl_module) if searches else {}
-            self._before_search = {name: found[name] for name in _RATES if name in found}
+            self._rates = {name: vars(pl_module).get(name) for name in _RATES} if searches else {}  # before the search
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.training:
@@ -41,7 +40,7 @@ class Attributes(L.Callback):
         if self._first is None:
             found = _attributes(trainer, pl_module)
             self._first = {name: one.clone() if isinstance(one, Tensor) else one for name, one in found.items()}
-            self._first |= self._before_search
+            self._first |= self._rates
         if not self._has_begun_epoch:
             self._restore(trainer, pl_module)
 

@@ -142,6 +142,18 @@ def test_a_rate_that_was_found_is_that_of_the_module_when_it_goes_on(folder: Pat
     assert fit_sums(folder, max_epochs=8, ckpt_path="last")[0].lr == found.lr
 
 
+def test_a_rate_that_was_found_for_a_whole_class_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(self: Sums) -> None:
+        super(Sums, self).__init__()
+        self.seen, self.rates = nn.Buffer(torch.zeros(())), []
+
+    monkeypatch.setattr(Sums, "__init__", init)
+    monkeypatch.setattr(Sums, "lr", 0.1, raising=False)
+    found, _ = fit_sums(folder, LearningRateFinder(num_training_steps=20, early_stop_threshold=None))
+    again, _ = fit_sums(folder, max_epochs=7, ckpt_path="last")
+    assert again.lr == found.lr != 0.1
+
+
 def test_data_that_would_be_loaded_in_other_epochs_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit_sums(folder, max_epochs=1, reload_dataloaders_every_n_epochs=2)
     for epochs, warnings in ((2, 1), (3, 0)):
