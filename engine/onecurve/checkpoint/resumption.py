@@ -43,7 +43,7 @@ class ExactResumption(L.Callback):
         if stage == "fit":
             self._steps = self._epoch_steps = 0  # trained in the run, and in the current epoch
             self._requires_grad: dict[str, bool] = {}  # by name; first that of a checkpoint, then as training begins
-            self._has_stopped_early = False
+            self._early_stop: str | None = None  # why a callback has ended the run
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Prepare the optimizers, which Lightning restores after this hook."""
@@ -62,7 +62,12 @@ class ExactResumption(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Stop a run that a callback has already stopped, even if `min_epochs` postponed the end."""
-        trainer.should_stop = trainer.should_stop or self._has_stopped_early
+        if self._early_stop:
+            trainer.should_stop = True
+            _log.warning(
+                "EarlyStopping has ended this run (%s): change its patience, or leave it out, to go on",
+                self._early_stop.strip().rstrip("."),
+            )
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make the test log at the last step and epoch, also if training stopped early or did not run."""
@@ -117,7 +122,7 @@ class ExactResumption(L.Callback):
                 if isinstance(callback, BaseFinetuning | LearningRateMonitor):
                     _skip_epoch_start(callback)
             _restore_history(trainer, checkpoint["callbacks"])
-            self._has_stopped_early = _has_stopped_early(trainer, checkpoint["callbacks"])
+            self._early_stop = _restore_early_stopping(trainer, checkpoint["callbacks"])
             if any(isinstance(callback, ModelPruning) for callback in cast(Any, trainer).callbacks):
                 _log.warning(
                     "ModelPruning saves no masks: the weights that it has pruned train again, until it prunes anew, so "
@@ -198,16 +203,16 @@ def _restore_history(trainer: L.Trainer, states: dict[str, Any]) -> None:
                 states[callback.state_key] = _replace_folder(state, state["dirpath"], str(folder))
 
 
-def _has_stopped_early(trainer: Any, states: dict[str, Any]) -> bool:
-    """Return whether an EarlyStopping has ended the run; with another patience its next check decides."""
-    has_stopped = False
+def _restore_early_stopping(trainer: Any, states: dict[str, Any]) -> str | None:
+    """Return why an EarlyStopping has ended the run, if so; in the states, a changed patience makes it decide anew."""
+    reason = None
     for callback in trainer.callbacks:
         state = states.get(callback.state_key) if isinstance(callback, EarlyStopping) else None
-        if state and state["patience"] != callback.patience:
+        if state and state.get("patience", callback.patience) != callback.patience:
             states[callback.state_key] = state | {"patience": callback.patience, "stopping_reason_message": None}
         elif state and state.get("stopping_reason_message"):
-            has_stopped = True
-    return has_stopped
+            reason = state["stopping_reason_message"]
+    return reason
 
 
 def _replace_folder(value: Any, old: str, new: str) -> Any:

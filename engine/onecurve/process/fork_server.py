@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import util
@@ -19,7 +20,8 @@ from onecurve.patches.python import run_exit_functions
 from onecurve.process.signals import SIGNALS
 
 PRELOADED = ["onecurve.run.experiment", "torch._dynamo"]
-_LONGEST = 85  # characters of the folder of its socket, of which Linux allows 107 with the name of the socket
+_LONGEST = 85  # characters of the folder of its socket, whose path has at most 107 on Linux, 18 for its name
+_WRITTEN = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 _is_started = False
 
 
@@ -38,7 +40,7 @@ def start_fork_server() -> str:
 
     sockets = Path(util.get_temp_dir())
     sockets.mkdir(parents=True, exist_ok=True)  # or its removal at the end of this process would fail
-    if len(str(sockets)) > _LONGEST or (_is_started and not any(sockets.iterdir())):
+    if len(str(sockets)) > _LONGEST or (_is_started and not any(sockets.glob("listener-*"))):
         return "spawn"
     resource_tracker.ensure_running()  # or it would be started below, and unblock the signals
     multiprocessing.set_forkserver_preload(PRELOADED)
@@ -70,15 +72,18 @@ def _inherited() -> Iterator[None]:
 
 
 def end_as_interpreter() -> None:
-    """Let this process call what `atexit` has, and write its files, at its end.
+    """Let this process, at its end, wait for its threads, call what `atexit` has, and write its open files.
 
-    One that was forked ends by `os._exit`, which does neither.
+    One that was forked ends by `os._exit`, which does none of it.
     """
     util.Finalize(None, _end, exitpriority=-100)  # after the finalizers of multiprocessing
 
 
 def _end() -> None:
+    for thread in threading.enumerate():
+        if not (thread.daemon or thread is threading.current_thread()):
+            thread.join()
     run_exit_functions()
-    for file in [one for one in gc.get_objects() if issubclass(type(one), io.TextIOWrapper | io.BufferedWriter)]:
+    for file in [one for one in gc.get_objects() if issubclass(type(one), _WRITTEN)]:
         with suppress(Exception):  # such as one that is closed
             file.flush()

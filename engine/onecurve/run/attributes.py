@@ -11,8 +11,6 @@ from onecurve.network.module_state import attributes
 from onecurve.network.object_state import is_dense, is_same
 from onecurve.parallel.gather import names_that_differ
 
-_RATES = ("lr", "learning_rate")  # attributes that LearningRateFinder sets
-
 
 class Attributes(L.Callback):
     """Saves numbers and tensors in attributes that training changes, such as a count of the steps, and restores them.
@@ -28,7 +26,7 @@ class Attributes(L.Callback):
             self._saved: dict[str, Any] = {}  # those of a checkpoint, until they are restored
             self._has_begun_epoch = False  # in which the checkpoint was saved
             searches = any(isinstance(one, LearningRateFinder) for one in cast(Any, trainer).callbacks)
-            self._rates = {name: vars(pl_module).get(name) for name in _RATES} if searches else {}  # before the search
+            self._before_search = _copies(attributes(pl_module)) if searches else None
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.training:
@@ -38,9 +36,9 @@ class Attributes(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Restore before the module's own hook, if the uninterrupted run came to this epoch with these values."""
         if self._first is None:
-            found = _attributes(trainer, pl_module)
-            self._first = {name: one.clone() if isinstance(one, Tensor) else one for name, one in found.items()}
-            self._first |= self._rates
+            self._first = _copies(_attributes(trainer, pl_module))
+            if self._before_search is not None:
+                self._first |= {name: self._before_search.get(name) for name in attributes(pl_module)}
         if not self._has_begun_epoch:
             self._restore(trainer, pl_module)
 
@@ -69,6 +67,10 @@ class Attributes(L.Callback):
         changed = {name: value for name, value in now.items() if name not in first or not is_same(value, first[name])}
         on_cpu = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in changed.items()}
         checkpoint["attributes"] = on_cpu | self._saved
+
+
+def _copies(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: one.clone() if isinstance(one, Tensor) else one for name, one in found.items()}
 
 
 def _attributes(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch.distributed as dist
@@ -91,7 +93,7 @@ class LastCheckpoint(Checkpoint):
 
 
 class LateSaves(L.Callback):
-    """Lets each ModelCheckpoint save a step when all that belongs to the step is done.
+    """Lets what each ModelCheckpoint saves of a step have all that belongs to the step.
 
     Lightning calls its `on_train_batch_end` before that of the module, which may move a teacher, and at the last step
     of an epoch before the validation and the hooks of the epoch's end (loops/training_epoch_loop.py, `advance`;
@@ -99,57 +101,82 @@ class LateSaves(L.Callback):
     """
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._replaced: list[tuple[dict[str, Any], str]] = []  # attributes of an object, and the name of a hook
         savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-        self._changed = [vars(one) for one in savers]
         for saver in savers:
-            _wait_for_the_end_of_epochs(trainer, saver)
+            end = _EndOfEpoch(trainer, saver)
+            for hook, replacement in end.hooks.items():
+                self._replace(saver, hook, replacement)
         if not (savers and is_overridden("on_train_batch_end", pl_module)):
             return
-        hook, saves = pl_module.on_train_batch_end, [one.on_train_batch_end for one in savers]
+        of_module, saves = pl_module.on_train_batch_end, [one.on_train_batch_end for one in savers]
 
-        def hook_then_saves(outputs: Any, batch: Any, batch_idx: int) -> None:
-            hook(outputs, batch, batch_idx)
+        def module_then_saves(outputs: Any, batch: Any, batch_idx: int) -> None:
+            of_module(outputs, batch, batch_idx)
             for save in saves:
                 save(trainer, pl_module, outputs, batch, batch_idx)
 
-        self._changed.append(vars(pl_module))
-        for attributes in self._changed:  # Lightning calls no hook that is not callable
-            attributes["on_train_batch_end"] = None
-        vars(pl_module)["on_train_batch_end"] = hook_then_saves
+        for saver in savers:  # Lightning calls no hook that is not callable
+            self._replace(saver, "on_train_batch_end", None)
+        self._replace(pl_module, "on_train_batch_end", module_then_saves)
+
+    def _replace(self, owner: Any, hook: str, replacement: Any) -> None:
+        vars(owner)[hook] = replacement
+        self._replaced.append((vars(owner), hook))
 
     def teardown(self, *_: Any, **__: Any) -> None:
-        for attributes in vars(self).pop("_changed", []):
-            for hook in ("on_train_batch_end", "on_validation_end", "on_train_epoch_end"):
-                attributes.pop(hook, None)
+        for attributes, hook in vars(self).pop("_replaced", []):
+            attributes.pop(hook, None)
 
     on_train_end = on_exception = teardown
 
 
-def _wait_for_the_end_of_epochs(trainer: L.Trainer, saver: ModelCheckpoint) -> None:
-    """Let what a callback does at the last step of an epoch, and at the validation after it, wait for the epoch's end.
+class _EndOfEpoch:
+    """Lets what a ModelCheckpoint saves at the last step of an epoch have the end of the epoch.
 
-    Its `on_train_epoch_end` is among the last hooks, behind those of the module and of EarlyStopping.
+    What it saves before the validation is saved at once, as the validation may fail, and written again in the end; its
+    hook of the validation waits. Its `on_train_epoch_end` comes after those of the module and of EarlyStopping.
     """
-    waiting: list[Callable[[], None]] = []
 
-    def now_or_later(hook: Callable[..., None], *args: Any) -> None:
-        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            waiting.append(partial(hook, *args))
+    def __init__(self, trainer: L.Trainer, saver: ModelCheckpoint) -> None:
+        self.trainer, self.saver = trainer, saver
+        self.hooks = {
+            "on_train_batch_end": partial(self._save_now, saver.on_train_batch_end),
+            "on_validation_end": partial(self._wait, saver.on_validation_end),
+            "on_train_epoch_end": partial(self._end, saver.on_train_epoch_end),
+        }
+        self._incomplete: dict[Any, Callable[[], None]] = {}  # files, and what writes them again
+        self._waiting: list[Callable[[], None]] = []
+
+    @property
+    def _is_last_step(self) -> bool:
+        return self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+    def _save_now(self, hook: Callable[..., None], *args: Any) -> None:
+        save = self.trainer.save_checkpoint
+
+        def save_twice(file: Any, *options: Any, **named: Any) -> None:
+            save(file, *options, **named)
+            self._incomplete[file] = partial(save, file, *options, **named)
+
+        with mock.patch.object(self.trainer, "save_checkpoint", save_twice) if self._is_last_step else nullcontext():
+            hook(*args)
+
+    def _wait(self, hook: Callable[..., None], *args: Any) -> None:
+        if self._is_last_step:
+            self._waiting.append(partial(hook, *args))
         else:
             hook(*args)
 
-    def in_order(hook: Callable[..., None], *args: Any) -> None:
-        for earlier in waiting:
-            earlier()
-        waiting.clear()
+    def _end(self, hook: Callable[..., None], *args: Any) -> None:
+        for of_validation in self._waiting:
+            of_validation()
+        for file, save in self._incomplete.items():
+            if self.saver.file_exists(file, self.trainer):  # a better one may have replaced it
+                save()
+        self._waiting.clear()
+        self._incomplete.clear()
         hook(*args)
-
-    for name, call in {
-        "on_train_batch_end": now_or_later,
-        "on_validation_end": now_or_later,
-        "on_train_epoch_end": in_order,
-    }.items():
-        vars(saver)[name] = partial(call, getattr(saver, name))
 
 
 def monitoring(trainer: L.Trainer) -> list[Any]:

@@ -98,11 +98,13 @@ class Sums(BoringModel):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
 
 
-def fit_sums(folder: Path, *callbacks: L.Callback, ckpt_path: Any = None, **options: Any) -> tuple[Sums, L.Trainer]:
+def fit_sums(
+    folder: Path, *callbacks: L.Callback, ckpt_path: Any = None, module: Any = None, **options: Any
+) -> tuple[Any, L.Trainer]:
     given: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_epochs": 6, "seed": 0, "callbacks": [*callbacks]}
     given |= {"enable_progress_bar": False, "enable_model_summary": False, **options}
     trainer = onecurve.Trainer(default_root_dir=folder, **given)
-    module, loader = Sums(), DataLoader(RandomDataset(32, 32), batch_size=8)
+    module, loader = module or Sums(), DataLoader(RandomDataset(32, 32), batch_size=8)
     trainer.fit(module, loader, loader, ckpt_path=ckpt_path)
     return module, trainer
 
@@ -122,7 +124,35 @@ def test_what_is_saved_at_the_end_of_an_epoch_has_that_end(options: dict[str, An
         assert trainer.global_step == 24
 
 
-def test_a_run_that_has_stopped_early_stays_so(folder: Path) -> None:
+class Fails(L.Callback):
+    def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.global_step == 8:
+            raise RuntimeError("failed")
+
+
+def test_a_step_is_saved_before_the_validation_that_fails(folder: Path) -> None:
+    saves = ModelCheckpoint(filename="{step}", every_n_train_steps=4, save_top_k=-1)
+    with pytest.raises(RuntimeError, match="failed"):
+        fit_sums(folder, saves, Fails())
+    assert {"step=4.ckpt", "step=8.ckpt"} <= {file.name for file in (folder / "checkpoints").iterdir()}
+    assert not {"on_train_batch_end", "on_validation_end", "on_train_epoch_end"} & vars(saves).keys()
+
+
+class StopsAlike(EarlyStopping):
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.wait_count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.wait_count = state_dict["count"]
+
+
+def test_a_stop_by_a_callback_with_a_state_of_its_own(folder: Path) -> None:
+    _, trainer = fit_sums(folder, StopsAlike("val_loss", patience=1), max_epochs=9)
+    _, again = fit_sums(folder, StopsAlike("val_loss", patience=1), max_epochs=9, ckpt_path="last")
+    assert again.global_step > trainer.global_step, "it decides anew"
+
+
+def test_a_run_that_has_stopped_early_stays_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     def stops(patience: int) -> EarlyStopping:
         return EarlyStopping("val_loss", patience=patience)
 
@@ -130,6 +160,7 @@ def test_a_run_that_has_stopped_early_stays_so(folder: Path) -> None:
     assert trainer.global_step < 36
     _, again = fit_sums(folder, stops(1), max_epochs=9, ckpt_path="last")
     assert (again.global_step, again.current_epoch) == (trainer.global_step, trainer.current_epoch)
+    assert "EarlyStopping has ended this run (Monitored metric val_loss did not improve" in caplog.text
     _, longer = fit_sums(folder, stops(4), max_epochs=9, ckpt_path="last")
     assert longer.global_step > trainer.global_step
 
@@ -142,16 +173,24 @@ def test_a_rate_that_was_found_is_that_of_the_module_when_it_goes_on(folder: Pat
     assert fit_sums(folder, max_epochs=8, ckpt_path="last")[0].lr == found.lr
 
 
-def test_a_rate_that_was_found_for_a_whole_class_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def init(self: Sums) -> None:
-        super(Sums, self).__init__()
-        self.seen, self.rates = nn.Buffer(torch.zeros(())), []
+class OfClass(Sums):
+    """Its rate is one of the class, under another name."""
 
-    monkeypatch.setattr(Sums, "__init__", init)
-    monkeypatch.setattr(Sums, "lr", 0.1, raising=False)
-    found, _ = fit_sums(folder, LearningRateFinder(num_training_steps=20, early_stop_threshold=None))
-    again, _ = fit_sums(folder, max_epochs=7, ckpt_path="last")
-    assert again.lr == found.lr != 0.1
+    my_rate = 0.1
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.lr
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), self.my_rate)
+
+
+def test_a_rate_that_was_found_goes_on_whatever_its_name(folder: Path) -> None:
+    finder = LearningRateFinder(num_training_steps=20, early_stop_threshold=None, attr_name="my_rate")
+    found, _ = fit_sums(folder, finder, module=OfClass())
+    again, _ = fit_sums(folder, max_epochs=7, ckpt_path="last", module=OfClass())
+    assert again.my_rate == found.my_rate != 0.1
 
 
 def test_data_that_would_be_loaded_in_other_epochs_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
