@@ -1,11 +1,9 @@
 """How samples are fetched and their generators seeded, and how the number of samples in a batch is found."""
 
-import random
 import sys
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import Subset
@@ -14,18 +12,7 @@ from onecurve.data import samples as samples_module
 from onecurve.data.samples import SampleAxis, SeededSamples, collated, find_sample_axis, makes_batches
 from onecurve.errors import UserError
 from onecurve.random.seeding import seed_generators
-
-KEY = 2**40 + 2**32 + 2**31 + 7  # NumPy takes the lowest 32 bits as its seed
-
-
-def draws() -> list[float]:
-    return [float(torch.rand(())), float(np.random.rand()), random.random()]
-
-
-def expected_draws(key: int) -> list[float]:
-    """Return the first numbers that the generators of a key draw."""
-    torch_draw = float(torch.rand((), generator=torch.Generator().manual_seed(key)))
-    return [torch_draw, np.random.RandomState(key % 4294967296).rand(), random.Random(key).random()]
+from tests.support.draws import KEY, draws, expected_draws
 
 
 def zeros(*shape: int) -> torch.Tensor:

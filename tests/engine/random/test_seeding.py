@@ -18,18 +18,7 @@ from onecurve.random.seeding import (
     seed_generators,
     torch_generator_states,
 )
-
-KEY = 2**40 + 2**32 + 2**31 + 7  # NumPy takes the lowest 32 bits as its seed
-
-
-def draws() -> list[float]:
-    return [float(torch.rand(())), float(np.random.rand()), random.random()]
-
-
-def expected_draws(key: int) -> list[float]:
-    """Return the first numbers that the generators of a key draw."""
-    torch_draw = float(torch.rand((), generator=torch.Generator().manual_seed(key)))
-    return [torch_draw, np.random.RandomState(key % 4294967296).rand(), random.Random(key).random()]
+from tests.support.draws import KEY, draws, expected_draws
 
 
 @pytest.mark.parametrize("key", [0, 3, KEY])
