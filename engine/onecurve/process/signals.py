@@ -7,6 +7,7 @@ whose path its workers inherit.
 import ctypes
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import threading
@@ -136,6 +137,20 @@ def requested() -> int:
     if flag and Path(flag).exists():
         return int(Path(flag).read_text())
     return RESIZE if flag and resize_file().exists() else 0
+
+
+def drop_lost_readers() -> None:
+    """Let output to a pipe whose reader has ended go nowhere: the Ctrl-C that stops a run ends its `tee` as well.
+
+    Otherwise rich would end this process at the next line of a progress bar, and logging print a traceback.
+    """
+    for descriptor in (1, 2):
+        poll = select.poll()
+        poll.register(descriptor, 0)  # an error is reported unasked
+        if poll.poll(0):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
 
 
 def resize_file() -> Path:

@@ -52,6 +52,7 @@ class RunRecorder(L.Callback):
         self._numerics: dict[str, Any] = {}  # of the checkpoint that the run continues
         self._num_parameters = 0
         self._experiment: Experiment | None = None  # None without training data
+        self._config_text = ""  # of every checkpoint: to write it as YAML takes as long as a save of a small network
         self._config_before: str | None = None  # the text of config.yaml, if a fit continues a run
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -79,7 +80,7 @@ class RunRecorder(L.Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint[VERSION_KEY] = VERSION
-        checkpoint["config"] = OmegaConf.to_yaml(self.config)
+        checkpoint["config"] = self._config_text
         checkpoint["experiment"] = asdict(self._experiment) if self._experiment else None
         checkpoint["numerics"] = numerics(pl_module)
         checkpoint["metrics"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -133,6 +134,7 @@ class RunRecorder(L.Callback):
         data: Any = trainer.datamodule
         trainer.loggers = [*start_loggers(self._loggers), *trainer.loggers]
         self._loggers = ()
+        self._config_text = OmegaConf.to_yaml(self.config)
         settings = cast(dict[str, Any], OmegaConf.to_container(self.config))
         settings |= {"data_source": data.description, "global_batch_size": data.global_batch_size}
         settings |= {VERSION_KEY: VERSION, "experiment": self._fingerprint, "numerics": numerics(module)}

@@ -76,6 +76,7 @@ class PreemptionHandler(L.Callback):
             return
         if should_save:
             trainer.save_checkpoint(self.folder / CHECKPOINTS / LAST, weights_only=False)
+        signals.drop_lost_readers()
         if trainer.is_global_zero:
             if not is_resize:  # of which the launcher prints a line
                 _log.info(stop_message(signal_number, self.folder, f" at step {trained_steps(trainer)}"))

@@ -89,6 +89,24 @@ def test_signal_saves_stops_and_resumes(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("world", [[], TWO])
+def test_an_interrupt_also_ends_the_reader_of_the_output(world: list[str], small: list[str], folder: Path) -> None:
+    """As with `| tee log`: the progress bar and the logs find a pipe that nobody reads."""
+    options = [*world, callback("WaitForSignal", at=8), "trainer.enable_progress_bar=true", f"run_dir={folder}"]
+    process = start(*small, *PARITY, *options)
+    wait_for_rows(folder, 4, process)
+    assert process.stdout
+    process.stdout.close()
+    process.stdout = None
+    os.killpg(process.pid, signal.SIGINT)
+    code, _, err = wait_for_exit(process, timeout=25)
+    assert code == 128 + signal.SIGINT
+    assert "Traceback" not in err
+    assert read_events(folder)[-1]["event"] == "stopped"
+    assert (folder / "checkpoints" / "last.ckpt").is_file()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "pause"), [(signal.SIGTERM, 3.0), (signal.SIGINT, 0.6)])
 def test_second_signal_ends_the_run_at_once(
     number: signal.Signals, pause: float, small: list[str], folder: Path

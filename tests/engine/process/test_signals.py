@@ -1,6 +1,9 @@
 """The handlers of signals, which Python allows in the main thread only."""
 
+import os
 import signal
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -22,3 +25,15 @@ def test_a_run_in_another_thread_installs_no_handler() -> None:
     thread.join()
     assert found == [{}, {}]
     assert {number: signal.getsignal(number) for number in signals.SIGNALS} == before
+
+
+def test_output_whose_reader_has_ended_is_dropped() -> None:
+    """The Ctrl-C that stops a run ends the `tee` behind it too; stderr has its reader."""
+    program = "from onecurve.process import signals as s; s.drop_lost_readers(); print(1); s.os.write(2, b'here')"
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, check=False)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"here")
