@@ -27,6 +27,11 @@ REFUSED = {
     "barebones": False,
 }
 
+_BY_MEMORY = (
+    "BatchSizeFinder would choose the experiment by the memory of a device: leave it out, set data.batch_size, "
+    "and trainer.accumulate_grad_batches if it does not fit"
+)
+
 
 def check_arguments(seed: Any, virtual_ranks: Any, bit_exact: Any, kwargs: dict[str, Any]) -> None:
     """Raise a UserError for invalid arguments; remove those that have Lightning's default and are given elsewhere."""
@@ -67,17 +72,16 @@ def check_callbacks_are_possible(callbacks: dict[str, L.Callback]) -> None:
             "part of a step here: set trainer.accumulate_grad_batches, which changes no curve"
         )
     if has_kind(callbacks, BatchSizeFinder):
-        raise UserError(
-            "BatchSizeFinder would choose the experiment by the memory of a device: leave it out, set data.batch_size, "
-            "and trainer.accumulate_grad_batches if it does not fit"
-        )
+        raise UserError(_BY_MEMORY)
 
 
 def check_search(trainer: Any) -> None:
-    """Raise a UserError for a search for the learning rate that each number of processes would end otherwise.
+    """Raise a UserError for a search, also of Lightning's `Tuner`, whose result depends on the hardware.
 
     Lightning calls the hook that searches before the hooks of this library, which divide and add the steps of a run.
     """
+    if any(isinstance(one, BatchSizeFinder) for one in trainer.callbacks):
+        raise UserError(_BY_MEMORY)
     is_divided = trainer.num_devices * trainer.num_nodes > 1 or trainer.bit_exact
     is_divided = is_divided or trainer.accumulate > 1
     if is_divided and any(isinstance(one, LearningRateFinder) for one in trainer.callbacks):

@@ -28,6 +28,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, RandomDataset
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.tuner import Tuner
 from omegaconf import OmegaConf
 from torch.utils.data import BatchSampler, DataLoader, random_split
 from torchmetrics import MeanMetric, MetricTracker
@@ -614,6 +615,14 @@ def test_a_best_checkpoint_that_no_run_has_kept(folder: Path) -> None:
 def test_refusals(options: dict[str, Any], message: str, folder: Path) -> None:
     with pytest.raises(UserError, match=message):
         trainer(folder, **options).fit(Boring(), loader())
+
+
+def test_a_tuner_cannot_choose_the_batch_by_memory(folder: Path) -> None:
+    class Data(BoringDataModule):
+        batch_size = 8
+
+    with pytest.raises(UserError, match="BatchSizeFinder would choose the experiment"):
+        Tuner(trainer(folder)).scale_batch_size(Boring(), datamodule=Data())
 
 
 def test_arguments_are_those_of_lightning_and_its_own() -> None:
