@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
@@ -79,13 +79,17 @@ def _check_needs(strategy: Any, name: str, module: L.LightningModule) -> None:
 
 
 def check_callbacks(trainer: L.Trainer) -> None:
-    """Check that no callback of Lightning averages a copy of the weights, of which a sharded rank has a part."""
-    averaging = [one for one in trainer.callbacks if isinstance(one, WeightAveraging | StochasticWeightAveraging)]
-    if averaging and isinstance(trainer.strategy, ShardedStateStrategy):
-        raise UserError(
-            f"{type(averaging[0]).__name__} averages a copy of the network, of which a rank here has a part: "
-            "take callbacks=ema, or strategy=ddp"
-        )
+    """Check that no callback of Lightning averages or prunes all weights, of which a sharded rank has a part."""
+    if not isinstance(trainer.strategy, ShardedStateStrategy):
+        return
+    for one in trainer.callbacks:
+        if isinstance(one, WeightAveraging | StochasticWeightAveraging):
+            raise UserError(
+                f"{type(one).__name__} averages a copy of the network, of which a rank here has a part: "
+                "take callbacks=ema, or strategy=ddp"
+            )
+        if isinstance(one, ModelPruning):
+            raise UserError("ModelPruning compares all weights, of which a rank here has a part: take strategy=ddp")
 
 
 def check_division(trainer: Any, module: L.LightningModule) -> None:

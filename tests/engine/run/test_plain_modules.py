@@ -29,6 +29,7 @@ MODULES = {
 }
 TWO = "trainer.devices=2"
 AVERAGING = "+callbacks.averaging={_target_: lightning.pytorch.callbacks.EMAWeightAveraging}"
+PRUNING = "+callbacks.pruning={_target_: lightning.pytorch.callbacks.ModelPruning, pruning_fn: l1_unstructured}"
 UNEVEN = [*("strategy=ddp", TWO), "strategy.shares=[3,1]"]
 
 
@@ -235,13 +236,14 @@ def test_weights_only_checkpoint_can_be_read(task: list[str], folder: Path) -> N
         ),
         (["module=template", "strategy=pipeline"], "strategy=pipeline needs TemplateStyle.loss"),
         (["strategy=fsdp", AVERAGING], "EMAWeightAveraging averages a copy .* callbacks=ema, or strategy=ddp"),
+        (["strategy=fsdp", PRUNING], "ModelPruning compares all weights, .*: take strategy=ddp"),
         (["module=template", "test=true"], "test=True: TemplateStyle has no test_step: add it"),
         (
             ["module._target_=tests.support.modules.OwnParameter", "strategy=fsdp"],
             "but temperature belongs to OwnParameter itself",
         ),
     ],
-    ids=["no network", "no metric", "no loss", "averaging", "no test", "own parameter"],
+    ids=["no network", "no metric", "no loss", "averaging", "pruning", "no test", "own parameter"],
 )
 def test_refused_before_training(overrides: list[str], message: str, task: list[str], folder: Path) -> None:
     with pytest.raises(UserError, match=message):
