@@ -55,6 +55,9 @@ class ExactResumption(L.Callback):
         for optimizer in trainer.optimizers:
             name_parameters(optimizer, pl_module)
             optimizer.register_load_state_dict_pre_hook(restore_groups)
+        wrappers: Any = pl_module.optimizers()
+        for wrapper in wrappers if isinstance(wrappers, list) else [wrappers]:  # which have the methods of the class
+            wrapper.add_param_group = wrapper.optimizer.add_param_group
         # Not earlier: the module chooses the weights of its optimizer as at the start of the run.
         saved, self._requires_grad = self._requires_grad, _requires_grad(pl_module)
         for name, weight in pl_module.named_parameters():
@@ -72,6 +75,9 @@ class ExactResumption(L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make the test log at the last step and epoch, also if training stopped early or did not run."""
         set_progress(trainer, self._position(trainer))
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        set_steps_of_loggers(trainer, self._steps)  # in a resumed run what LearningRateMonitor logs here
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         set_steps_of_loggers(trainer, self._steps)  # -1 after Lightning's LearningRateFinder

@@ -11,7 +11,7 @@ from torch import nn
 from onecurve.errors import UserError, check_choice
 from onecurve.parallel.ddp import auto
 from onecurve.parallel.sharded_state import ShardedStateStrategy
-from onecurve.patches.torch import has_gradient_hook
+from onecurve.patches.torch import has_accumulation_hook, has_gradient_hook
 from onecurve.process.launcher import launcher
 from onecurve.targets import locate
 
@@ -111,6 +111,8 @@ def check_division(trainer: Any, module: L.LightningModule) -> None:
         )
     if trainer.bit_exact or accumulate > 1 or devices > 1:
         _check_layers(module)
+    if not trainer.bit_exact and (accumulate > 1 or devices > 1):
+        _check_hooks(module)
     if trainer.bit_exact and accumulate > 1:
         raise UserError(
             f"bit_exact=true computes a step in virtual_ranks={trainer.virtual_ranks} passes already: set "
@@ -133,6 +135,16 @@ def _check_layers(module: L.LightningModule) -> None:
             raise UserError(
                 f"{name} has max_norm, so its forward pass writes into the weights of the samples that a process, "
                 "micro-batch or virtual rank has: normalize its outputs, or train on one device"
+            )
+
+
+def _check_hooks(module: L.LightningModule) -> None:
+    """Check that no hook takes the gradient of a process or a micro-batch for that of the step."""
+    for name, weight in module.named_parameters():
+        if has_accumulation_hook(weight):
+            raise UserError(
+                f"{name} has a hook of register_post_accumulate_grad_hook, which gets the gradient of each process or "
+                "micro-batch: use the hook on_before_optimizer_step of the module, or set bit_exact=true"
             )
 
 

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from onecurve.errors import UserError, check_choice
 from onecurve.observe.step_times import timed_communication
 from onecurve.parallel.gather import all_gather
+from onecurve.parallel.gradients import weights_of
 from onecurve.patches.lightning_strategies import DDPStrategy
 from onecurve.targets import locate
 
@@ -157,11 +158,17 @@ class DDP(DDPStrategy):
         return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self.ddp_options)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Begin anew after weights were frozen or unfrozen: DDP averages those that it has found trainable."""
-        if not self._adds_virtual_ranks and any(weight.requires_grad != was for _, weight, was in self._averaged):
+        """Begin anew after weights were frozen, unfrozen or added: DDP averages those that it has found trainable."""
+        if not self._adds_virtual_ranks and self._trains_others():
             self.model = self.wrap(cast(nn.Module, self.lightning_module))
             self.register_hook()
             self.on_train_start()
+
+    def _trains_others(self) -> bool:
+        """Return whether other weights are trained than when the network was wrapped."""
+        known = {id(weight) for _, weight, _ in self._averaged}
+        is_changed = any(weight.requires_grad != was for _, weight, was in self._averaged)
+        return is_changed or any(id(weight) not in known for weight in weights_of(self.optimizers))
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Check the gradients before `on_after_backward`, in which the module may drop some, as of a frozen layer."""

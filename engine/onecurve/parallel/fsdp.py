@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS
 
 from onecurve.errors import UserError
+from onecurve.parallel.gradients import weights_of
 from onecurve.parallel.sharded_state import ShardedStateStrategy, prepare_to_shard
 from onecurve.parallel.tree_sum import TreeSum
 from onecurve.patches.fsdp import make_root
@@ -149,6 +151,23 @@ class FSDP(ShardedStateStrategy):
         record_layer_calls(
             {name: cast(nn.Module, part) for name, part in module.named_modules() if isinstance(part, FSDPModule)}
         )
+
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, LBFGS | torch.optim.Muon):
+                raise UserError(
+                    f"strategy=fsdp: {type(optimizer).__name__} of torch computes with whole matrices, of which a rank "
+                    "has a shard: take optimizer=muon of this library for Muon, or strategy=ddp"
+                )
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Refuse weights that the network got while it trained, whose gradients no rank would average."""
+        if not all(isinstance(weight, DTensor) for weight in weights_of(self.optimizers)):
+            raise UserError(
+                "strategy=fsdp shards the weights that the module has before training, and the optimizer has got "
+                "others: add them in `configure_model`, or use strategy=ddp"
+            )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step of the module, whose loss must not read shards: a penalty would have the gradient of a shard."""

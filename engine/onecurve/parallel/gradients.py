@@ -1,5 +1,7 @@
 """Averaging and clipping of gradients over a process group, for strategies whose wrapper does not: DDP and FSDP do."""
 
+from collections.abc import Iterable
+
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -7,6 +9,11 @@ from torch.optim import Optimizer
 from onecurve.network.norm import order_free_norm
 from onecurve.network.tensors import copy_from_vector, to_full_tensor, to_vector
 from onecurve.observe.step_times import timed_communication
+
+
+def weights_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return the weights of all groups of the optimizers."""
+    return [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
 
 
 @timed_communication()
@@ -23,7 +30,7 @@ def clip_by_norm_over(
     group: dist.ProcessGroup | None, optimizer: Optimizer, clip_val: float, is_bit_exact: bool = False
 ) -> None:
     """Clip the gradients to a norm over all ranks of `group`, which hold different elements of them."""
-    parameters = [parameter for param_group in optimizer.param_groups for parameter in param_group["params"]]
+    parameters = weights_of([optimizer])
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if is_bit_exact:
         norm = order_free_norm(gradients, parameters[0].device, group).to(parameters[0].dtype)

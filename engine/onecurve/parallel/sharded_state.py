@@ -18,13 +18,14 @@ from onecurve.errors import UserError
 from onecurve.network.tensors import to_full_tensor, with_versions
 from onecurve.observe.step_times import timed_communication
 from onecurve.parallel.gather import all_gather
-from onecurve.patches.fsdp import let_data_write_shards
+from onecurve.patches.fsdp import let_data_write_shards, let_numbers_be_of_all_shards
 from onecurve.patches.lightning_strategies import ModelParallelStrategy
 
 
 def prepare_to_shard(part: nn.Module) -> None:
     """Make the weights that FSDP2 is to gather at once contiguous, or raise a UserError if they differ in type."""
     let_data_write_shards()
+    let_numbers_be_of_all_shards()
     weights = {name: weight for name, weight in part.named_parameters() if not isinstance(weight, DTensor)}
     for weight in weights.values():
         weight.data = weight.data.contiguous()  # FSDP2 supports neither channels last nor a transposed matrix

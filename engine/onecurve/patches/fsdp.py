@@ -41,6 +41,28 @@ def let_data_write_shards() -> None:
     DTensor.data = property(_read, _write)  # type: ignore[assignment]
 
 
+def let_numbers_be_of_all_shards() -> None:
+    """Let what reduces a sharded tensor, such as the norm of a gradient, be the same Python number on every rank.
+
+    torch takes the number of this rank's shard, in silence, and each rank would clip its shard otherwise.
+    (torch/distributed/tensor/_dispatch.py: `aten._local_scalar_dense` computes with local tensors)
+    Every rank must ask for the number.
+    """
+    for name in ("item", "tolist", "__float__", "__int__"):
+        setattr(DTensor, name, _of_whole(getattr(Tensor, name)))
+
+
+def _of_whole(method: Callable[[Tensor], Any]) -> Callable[[DTensor], Any]:
+    """Return a method of a sharded tensor that first gathers the whole one."""
+
+    def of_whole(tensor: DTensor) -> Any:
+        # `torch.tensor` of a list lets no sharded tensor compute, and ends with an error; to communicate would crash.
+        can_compute = not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
+        return method(tensor.full_tensor() if can_compute else tensor)
+
+    return of_whole
+
+
 _returned = WeakIdKeyDictionary()  # by weight: references to what its attribute has returned
 
 

@@ -98,6 +98,12 @@ def has_gradient_hook(weight: Tensor) -> bool:
     return bool(hooks._backward_hooks or hooks._post_accumulate_grad_hooks)
 
 
+def has_accumulation_hook(weight: Tensor) -> bool:
+    """Return whether a hook changes, or uses, the gradient of each backward pass once it is added to the others."""
+    hooks: Any = weight
+    return bool(hooks._post_accumulate_grad_hooks)
+
+
 def ddp_buckets(weights: list[Tensor], limits: list[int]) -> list[list[int]]:
     """Return the indices of the weights in each bucket of DDP, from limits in bytes."""
     return dist._compute_bucket_assignment_by_size(weights, limits)[0]

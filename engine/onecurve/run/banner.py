@@ -21,7 +21,8 @@ def banner(
         step: the optimizer step from which the run goes on.
     """
     data: Any = trainer.datamodule
-    group = trainer.optimizers[0].param_groups[0]
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    group = groups[0] if groups else {"lr": 0.0}  # `configure_optimizers` may return None
     scaling = " after scaling" if getattr(module, "lr_scaling", "none") != "none" else ""
     steps = "steps to the end of a stream" if data.last_step is None else f"{data.last_step} steps"
     processes = f"{trainer.world_size} process{'es' * (trainer.world_size > 1)} on {module.device.type}"

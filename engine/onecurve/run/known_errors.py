@@ -8,8 +8,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from onecurve.errors import UserError
 
 _CHOOSES_ELEMENTS = (
-    "strategy=fsdp: a hook chooses elements of a weight, of which a rank has only a shard, as torch.nn.utils.prune "
-    "does: prune in __init__ of the module, or use strategy=ddp"
+    "strategy=fsdp: a hook or the optimizer chooses elements of a weight, of which a rank has only a shard, as "
+    "torch.nn.utils.prune and torch.optim.Rprop do: prune in __init__ of the module, or use strategy=ddp"
 )
 # Errors of the user for which Lightning has no exception of its own, by some words, and what to say instead.
 _KNOWN_ERRORS = {
@@ -24,6 +24,10 @@ _KNOWN_ERRORS = {
     ),
     "in-place operations that require placement changes": _CHOOSES_ELEMENTS,
     "aten.nonzero.default": _CHOOSES_ELEMENTS,  # of prune.global_unstructured
+    "but its data is not allocated yet": (
+        "strategy=fsdp: a hook makes a tensor of numbers that are spread over the ranks, as Lightning's `grad_norm` "
+        "does: take `.item()` of each, or callbacks=gradients"
+    ),
     "out of bounds for storage of size 0": (
         "strategy=fsdp: training_step calls torch.autograd.grad, such as for a gradient penalty, when FSDP has freed "
         "the weights of the pass: use strategy=ddp"

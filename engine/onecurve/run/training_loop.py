@@ -68,13 +68,20 @@ class LoopChanges(L.Callback):
     restart (`_FitLoop.on_advance_end` and `_TrainingEpochLoop._update_learning_rates` in loops/).
     """
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._missed = set[int]()  # epochs before whose start Lightning leaves the step out
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        first = checkpoint["position"]["epoch"]
+        self._missed = {first + 1} if checkpoint.get("has_begun_epoch") or first == 0 else {first, first + 1}
+
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         trainer.last_step = trainer.datamodule.last_step  # `is_log_point` reads it
         _skip_empty_hooks(trainer.callbacks)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         metrics = trainer.callback_metrics
-        for config in plateau_configs(trainer):
-            is_due = config.scheduler.last_epoch < trainer.current_epoch // config.frequency
+        for config in plateau_configs(trainer) if trainer.current_epoch in self._missed else ():
+            is_due = (trainer.current_epoch + 1) % config.frequency == 0  # as Lightning counts
             if is_due and config.monitor in metrics:
                 pl_module.lr_scheduler_step(config.scheduler, metrics[config.monitor])

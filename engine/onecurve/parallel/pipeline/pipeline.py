@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from onecurve.data.batch import Batch
 from onecurve.errors import UserError, check_choice
@@ -29,7 +29,7 @@ from onecurve.observe.step_times import timed_communication, timed_computation
 from onecurve.observe.steps import is_compared_step
 from onecurve.parallel.gradients import average_over, clip_by_norm_over
 from onecurve.parallel.pipeline.blocks import Block, constants, ordered_blocks
-from onecurve.parallel.pipeline.rehearsal import check_module, check_stages, input_of_network
+from onecurve.parallel.pipeline.rehearsal import check_module, check_stages, check_updates, input_of_network
 from onecurve.parallel.pipeline.schedules import SCHEDULES, build_schedule
 from onecurve.parallel.pipeline.split import cut, format_table
 from onecurve.parallel.pipeline.stage import (
@@ -176,11 +176,7 @@ class Pipeline(ShardedStateStrategy):
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         super().setup_optimizers(trainer)
-        if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
-            raise UserError(
-                "strategy=pipeline: LBFGS multiplies the gradients of all weights, of which a rank has those of its "
-                "stages: use strategy=ddp"
-            )
+        check_updates(trainer, self.optimizers)
 
     def _set_memory_format(self, net: nn.Module) -> None:
         # torch's GroupNorm would crash with channels last: docs/upstream/group_norm.md. FSDP supports no other format.

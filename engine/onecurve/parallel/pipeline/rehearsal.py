@@ -14,6 +14,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
 
 from onecurve.errors import UserError
 from onecurve.network.module_state import set_mode, unchanged, without_log
@@ -25,6 +26,8 @@ from onecurve.random.dropout import dropouts, set_keys
 from onecurve.random.random_functions import sample_random
 
 _log = logging.getLogger(__name__)
+_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+_ELEMENTWISE = ("torch.optim.", "onecurve.optim.")  # modules of optimizers that update each weight by itself
 
 
 def check_module(module: L.LightningModule) -> None:
@@ -35,20 +38,40 @@ def check_module(module: L.LightningModule) -> None:
                 f"strategy=pipeline computes gradients without {type(module).__name__}.{hook}, and each rank holds "
                 "those of its stages: use trainer.gradient_clip_val, or strategy=ddp or fsdp"
             )
-    for hook in ("on_after_backward", "on_before_optimizer_step"):
+    for hook in (*_GRADIENT_HOOKS, "optimizer_step"):
         if is_overridden(hook, module):
-            _log.warning(
-                "strategy=pipeline: %s.%s sees the gradients of the stages of its own rank: a norm over them is not "
-                "that of the network; clip by trainer.gradient_clip_val",
-                type(module).__name__,
-                hook,
-            )
+            _warn_of_own_stages(f"{type(module).__name__}.{hook}")
     for name, weight in module.named_parameters():
         if weight.requires_grad and not name.startswith("net."):
             raise UserError(
                 f"strategy=pipeline trains the parameters of `net`, and {name} is not one of them: move it into "
                 "the network, or use strategy=ddp"
             )
+
+
+def check_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> None:
+    """Check that optimizers and callbacks take no number of all weights, of which a rank has those of its stages."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise UserError(
+                "strategy=pipeline: LBFGS multiplies the gradients of all weights, of which a rank has those of its "
+                "stages: use strategy=ddp"
+            )
+        if not type(optimizer).__module__.startswith(_ELEMENTWISE):
+            _warn_of_own_stages(f"{type(optimizer).__name__}.step")
+    for callback in trainer.callbacks:
+        for hook in _GRADIENT_HOOKS:
+            is_own = not type(callback).__module__.startswith(("onecurve.", "lightning."))
+            if is_own and getattr(type(callback), hook) is not getattr(L.Callback, hook):
+                _warn_of_own_stages(f"{type(callback).__name__}.{hook}")
+
+
+def _warn_of_own_stages(name: str) -> None:
+    _log.warning(
+        "strategy=pipeline: %s sees the gradients of the stages of its own rank: a norm over them is not that of the "
+        "network; clip by trainer.gradient_clip_val",
+        name,
+    )
 
 
 class _Called(BaseException):

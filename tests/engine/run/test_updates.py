@@ -1,0 +1,220 @@
+"""What people write around the step of an optimizer: norms by hand, hooks of weights, late layers, schedules."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.demos.boring_classes import RandomDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import onecurve
+from onecurve.errors import UserError
+from tests.support.pool import Pool, RankFailed
+
+
+class Net(L.LightningModule):
+    """A network of two blocks, in float64, whose loss divides by samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return outputs.square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self.net(batch), batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.5)
+
+
+class ClipsByNumber(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = sum(weight.grad.norm().item() ** 2 for weight in self.parameters() if weight.grad is not None) ** 0.5
+        for weight in self.parameters():
+            assert weight.grad is not None
+            weight.grad.mul_(min(1.0, 0.01 / norm))
+
+
+class Grows(Net):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            layer = nn.Linear(2, 2).double()
+            self.net.append(layer)
+            self.optimizers().add_param_group({"params": layer.parameters()})
+
+
+class UsesMuon(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Muon([weight for weight in self.net.parameters() if weight.ndim == 2])
+
+
+class MakesTensorOfNorms(Net):
+    """As `lightning.pytorch.utilities.grad_norm`."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.tensor([weight.grad.norm() for weight in self.parameters() if weight.grad is not None])
+
+
+def clamp(weight: Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad.clamp_(-0.01, 0.01)
+
+
+class ClampsLate(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for weight in self.parameters():
+            weight.register_post_accumulate_grad_hook(clamp)
+
+
+class Scaled(torch.optim.SGD):
+    """An optimizer of the user's."""
+
+
+class UpdatesItself(Net):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(optimizer_closure)
+
+    def configure_optimizers(self) -> Any:
+        return Scaled(self.net.parameters(), lr=0.1)
+
+
+class Watches(L.Callback):
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        pass
+
+
+class NoOptimizer(Net):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+class LatePlateau(Net):
+    """A schedule that begins after two epochs, as after a warm-up."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("bad", 1.0)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        if self.current_epoch >= 2:
+            scheduler.step(metric)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "bad"}}
+
+
+class Decays(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+class Rates(L.Callback):
+    """Keeps the rate of each step; fails before the step `dies_at`."""
+
+    def __init__(self, dies_at: int | None = None) -> None:
+        self.rates: list[float] = []
+        self.dies_at = dies_at
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.dies_at:
+            raise KeyError("killed")
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def fit(folder: Path, module: L.LightningModule, ckpt_path: str | None = None, **options: Any) -> Any:
+    given: dict[str, Any] = {"accelerator": "cpu", "devices": int(os.environ.get("WORLD_SIZE", 1)), "max_epochs": 2}
+    given |= {"enable_progress_bar": False, "enable_model_summary": False, "seed": 0, "precision": "64-true"}
+    trainer = onecurve.Trainer(default_root_dir=folder, **given | options)
+    trainer.fit(module, DataLoader(RandomDataset(32, 32), batch_size=8), ckpt_path=ckpt_path)
+    return trainer
+
+
+def fit_kind(folder: Path, kind: type[Net], strategy: str) -> dict[str, list[Any]]:
+    """Fit a module that each rank makes; return its weights, of which ranks share no memory."""
+    torch.manual_seed(0)
+    fit(folder, kind(), strategy=strategy)
+    saved = torch.load(folder / "checkpoints" / "last.ckpt")["state_dict"]
+    return {name: weight.tolist() for name, weight in saved.items()}
+
+
+@pytest.mark.parametrize(("kind", "strategy"), [(ClipsByNumber, "fsdp"), (ClipsByNumber, "ddp"), (Grows, "ddp")])
+def test_agrees_with_one_process(kind: type[Net], strategy: str, pool: Pool, folder: Path) -> None:
+    expected = fit_kind(folder / "one", kind, "auto")
+    for weights in pool.run(2, fit_kind, folder / "two", kind, strategy):
+        assert weights.keys() == expected.keys()
+        for name, weight in weights.items():
+            assert torch.allclose(torch.tensor(weight), torch.tensor(expected[name]), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Grows, "the optimizer has got others: add them in `configure_model`, or use strategy=ddp"),
+        (UsesMuon, "Muon of torch computes with whole matrices, of which a rank has a shard"),
+        (MakesTensorOfNorms, "a hook makes a tensor of numbers that are spread over the ranks"),
+    ],
+)
+def test_refused_on_shards(kind: type[Net], message: str, pool: Pool, folder: Path) -> None:
+    with pytest.raises(RankFailed, match=f"UserError: strategy=fsdp.* {message}"):
+        pool.run(2, fit_kind, folder, kind, "fsdp")
+
+
+def test_hooks_of_accumulated_gradients_are_refused_where_a_step_is_divided(folder: Path) -> None:
+    fit(folder / "undivided", ClampsLate(), max_epochs=1)
+    fit(folder / "exact", ClampsLate(), max_epochs=1, bit_exact=True)
+    with pytest.raises(UserError, match=r"net\.0\.weight has a hook of register_post_accumulate_grad_hook"):
+        fit(folder / "divided", ClampsLate(), accumulate_grad_batches=2)
+
+
+def test_a_pipeline_names_what_may_use_a_norm_of_all_weights(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("onecurve").addHandler(caplog.handler)
+    strategy = onecurve.Pipeline(microbatches=2)
+    try:
+        fit(folder, UpdatesItself(), strategy=strategy, max_epochs=1, callbacks=[Watches()])
+    finally:
+        logging.getLogger("onecurve").removeHandler(caplog.handler)
+    for name in ("UpdatesItself.optimizer_step", "Scaled.step", "Watches.on_after_backward"):
+        assert f"strategy=pipeline: {name} sees the gradients of the stages of its own rank" in caplog.text
+
+
+def test_a_module_without_an_optimizer(folder: Path) -> None:
+    assert fit(folder, NoOptimizer()).current_epoch == 2
+
+
+def test_a_plateau_that_begins_late_has_the_rates_of_lightning(folder: Path) -> None:
+    plain = Rates()
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=10, logger=False, enable_checkpointing=False, callbacks=[plain]
+    )
+    trainer.fit(LatePlateau(), DataLoader(RandomDataset(32, 32), batch_size=8))
+    assert len({*plain.rates}) > 3
+    whole = Rates()
+    fit(folder / "whole", LatePlateau(), max_epochs=10, callbacks=[whole])
+    assert whole.rates == plain.rates
+    for step in (16, 18):  # at the start of an epoch and within one
+        first, second = Rates(dies_at=step), Rates()
+        with pytest.raises(KeyError, match="killed"):
+            fit(folder / f"{step}", LatePlateau(), max_epochs=10, callbacks=[first])
+        resumed = fit(folder / f"{step}", LatePlateau(), "last", max_epochs=10, callbacks=[second])
+        assert second.rates == plain.rates[resumed.global_step - len(second.rates) :]
+
+
+def test_a_resumed_run_logs_the_rate_of_an_epoch_at_its_step(folder: Path) -> None:
+    options: dict[str, Any] = {"max_epochs": 3, "log_every_n_steps": 1}
+    fit(folder / "whole", Decays(), callbacks=[LearningRateMonitor("epoch")], **options)
+    with pytest.raises(KeyError, match="killed"):
+        fit(folder / "two", Decays(), callbacks=[LearningRateMonitor("epoch"), Rates(dies_at=4)], **options)
+    fit(folder / "two", Decays(), "last", callbacks=[LearningRateMonitor("epoch")], **options)
+    rows = [(folder / name / "metrics.csv").read_text().splitlines() for name in ("whole", "two")]
+    assert rows[0] == rows[1]
