@@ -92,6 +92,12 @@ class Watches(L.Callback):
         pass
 
 
+class RatesOfLayers(Net):
+    def configure_optimizers(self) -> Any:
+        layers = {name: weight for name, weight in self.net.named_parameters() if weight.ndim == 2}
+        return torch.optim.SGD([{"params": weight, "lr": 0.1 * 0.5 ** int(name[0])} for name, weight in layers.items()])
+
+
 class NoOptimizer(Net):
     def configure_optimizers(self) -> Any:
         return None
@@ -186,6 +192,11 @@ def test_a_pipeline_names_what_may_use_a_norm_of_all_weights(folder: Path, caplo
         logging.getLogger("onecurve").removeHandler(caplog.handler)
     for name in ("UpdatesItself.optimizer_step", "Scaled.step", "Watches.on_after_backward"):
         assert f"strategy=pipeline: {name} sees the gradients of the stages of its own rank" in caplog.text
+
+
+def test_groups_of_layers_need_names_in_a_pipeline(pool: Pool, folder: Path) -> None:
+    with pytest.raises(RankFailed, match=r"UserError: strategy=pipeline: .* give each group a name"):
+        pool.run(2, fit_kind, folder, RatesOfLayers, "pipeline")
 
 
 def test_a_module_without_an_optimizer(folder: Path) -> None:

@@ -19,6 +19,7 @@ from torch.optim import LBFGS, Optimizer
 from onecurve.errors import UserError
 from onecurve.network.module_state import set_mode, unchanged, without_log
 from onecurve.parallel.batch_norm import grouped_norms
+from onecurve.parallel.gather import gather_objects
 from onecurve.parallel.pipeline.schedules import SCHEDULES
 from onecurve.parallel.pipeline.stage import Stage
 from onecurve.patches.pipelining import stage_backward, stage_backward_input, stage_backward_weight
@@ -50,7 +51,10 @@ def check_module(module: L.LightningModule) -> None:
 
 
 def check_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> None:
-    """Check that optimizers and callbacks take no number of all weights, of which a rank has those of its stages."""
+    """Check that optimizers and callbacks use no number of all weights, of which a rank has those of its stages.
+
+    Every rank must call it.
+    """
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise UserError(
@@ -59,6 +63,14 @@ def check_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> None:
             )
         if not type(optimizer).__module__.startswith(_ELEMENTWISE):
             _warn_of_own_stages(f"{type(optimizer).__name__}.step")
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    numbers = [{key: one for key, one in group.items() if isinstance(one, int | float | Tensor)} for group in groups]
+    ranks = gather_objects((str(numbers), all("name" in group for group in groups)))
+    if len({numbers for numbers, _ in ranks}) > 1 and not all(has_names for _, has_names in ranks):
+        raise UserError(
+            "strategy=pipeline: the optimizer has other parameter groups on each rank, which checkpoints would tell "
+            'apart by their number: give each group a name, as {"params": ..., "name": "layer 0"}'
+        )
     for callback in trainer.callbacks:
         for hook in _GRADIENT_HOOKS:
             is_own = not type(callback).__module__.startswith(("onecurve.", "lightning."))
