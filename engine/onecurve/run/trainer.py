@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 from torch import Tensor
 
+from onecurve.checkpoint.begun_epoch import BegunEpoch
 from onecurve.checkpoint.io import AtomicCheckpointIO
 from onecurve.checkpoint.resumption import ExactResumption
 from onecurve.checkpoint.run_files import CHECKPOINTS
@@ -187,6 +188,7 @@ class Trainer(L.Trainer):
         virtual = self._virtual
         normalize = [NormGroups()] if self.sync_batchnorm and not self.bit_exact else []
         return [
+            BegunEpoch(),  # first, as a signal may save before the first step
             # These end the run: a hung rank alone, or all ranks at the same step after a signal.
             Watchdog(folder, timeout),
             PreemptionHandler(folder),

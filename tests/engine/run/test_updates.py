@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import onecurve
 from onecurve.errors import UserError
+from onecurve.run.checkpoint import LastCheckpoint
 from tests.support.pool import Pool, RankFailed
 
 
@@ -90,6 +91,29 @@ class UpdatesItself(Net):
 class Watches(L.Callback):
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         pass
+
+
+class ChangesAtStart(Net):
+    """Lowers the rate, shrinks the weights, counts in a buffer, and forgets moments at the start of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs = nn.Buffer(torch.zeros(()))
+
+    def on_train_epoch_start(self) -> None:
+        optimizer: Any = self.optimizers()
+        self.epochs.add_(1)
+        optimizer.state.clear()
+        for weight in self.parameters():
+            weight.data.mul_(0.5)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.epochs
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
 class RatesOfLayers(Net):
@@ -219,6 +243,27 @@ def test_a_plateau_that_begins_late_has_the_rates_of_lightning(folder: Path) -> 
             fit(folder / f"{step}", LatePlateau(), max_epochs=10, callbacks=[first])
         resumed = fit(folder / f"{step}", LatePlateau(), "last", max_epochs=10, callbacks=[second])
         assert second.rates == plain.rates[resumed.global_step - len(second.rates) :]
+
+
+def stop_and_go_on(folder: Path, strategy: str) -> list[str]:
+    """Return the names of weights and buffers that differ from those of a run that was not stopped."""
+    torch.manual_seed(0)
+    fit(folder / "whole", ChangesAtStart(), max_epochs=3, strategy=strategy)
+    for step in (6, 8):  # within an epoch and at its start
+        torch.manual_seed(0)
+        last = LastCheckpoint(str(folder / f"{step}" / "checkpoints"), every_n_train_steps=2)
+        with pytest.raises(KeyError, match="killed"):
+            fit(folder / f"{step}", ChangesAtStart(), max_epochs=3, strategy=strategy, callbacks=[last, Rates(step)])
+        fit(folder / f"{step}", ChangesAtStart(), "last", max_epochs=3, strategy=strategy)
+    whole, *others = (
+        torch.load(folder / name / "checkpoints" / "last.ckpt")["state_dict"] for name in ("whole", "6", "8")
+    )
+    return [name for other in others for name in whole if not torch.equal(whole[name], other[name])]
+
+
+def test_hooks_of_a_start_change_nothing_again_in_an_epoch_that_goes_on(pool: Pool, folder: Path) -> None:
+    assert stop_and_go_on(folder / "one", "auto") == []
+    assert pool.run(2, stop_and_go_on, folder / "two", "fsdp") == [[], []]
 
 
 def test_a_resumed_run_logs_the_rate_of_an_epoch_at_its_step(folder: Path) -> None:
