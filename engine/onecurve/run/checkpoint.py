@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,18 +94,19 @@ class LastCheckpoint(Checkpoint):
 class LateSaves(L.Callback):
     """Lets what each ModelCheckpoint saves of a step have all that belongs to the step.
 
-    Lightning calls its `on_train_batch_end` before that of the module, which may move a teacher, and at the last step
-    of an epoch before the validation and the hooks of the epoch's end (loops/training_epoch_loop.py, `advance`;
-    loops/fit_loop.py, `on_advance_end`). A run that goes on begins with the next step, and would lack what comes after.
+    Lightning calls its `on_train_batch_end` before that of the module, which may move a teacher, before a validation,
+    before a ReduceLROnPlateau of each step, and at the last step of an epoch before the hooks of the epoch's end
+    (loops/training_epoch_loop.py, `advance` and `on_advance_end`; loops/fit_loop.py, `on_advance_end`). A run that goes
+    on begins with the next step, and would lack what comes after.
     """
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._replaced: list[tuple[dict[str, Any], str]] = []  # attributes of an object, and the name of a hook
         savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-        for saver in savers:
-            end = _EndOfEpoch(trainer, saver)
-            for hook, replacement in end.hooks.items():
-                self._replace(saver, hook, replacement)
+        self._saves = [_WholeSaves(trainer, saver) for saver in savers]
+        for each in self._saves:
+            for hook, replacement in each.hooks.items():
+                self._replace(each.saver, hook, replacement)
         if not (savers and is_overridden("on_train_batch_end", pl_module)):
             return
         of_module, saves = pl_module.on_train_batch_end, [one.on_train_batch_end for one in savers]
@@ -120,6 +120,10 @@ class LateSaves(L.Callback):
             self._replace(saver, "on_train_batch_end", None)
         self._replace(pl_module, "on_train_batch_end", module_then_saves)
 
+    def on_train_batch_start(self, *_: Any) -> None:
+        for each in self._saves:
+            each.end_step()
+
     def _replace(self, owner: Any, hook: str, replacement: Any) -> None:
         vars(owner)[hook] = replacement
         self._replaced.append((vars(owner), hook))
@@ -131,52 +135,65 @@ class LateSaves(L.Callback):
     on_train_end = on_exception = teardown
 
 
-class _EndOfEpoch:
-    """Lets what a ModelCheckpoint saves at the last step of an epoch have the end of the epoch.
+class _WholeSaves:
+    """Lets what a ModelCheckpoint saves of a step have what follows in it: a validation, schedules, an epoch's end.
 
-    What it saves before the validation is saved at once, as the validation may fail, and written again in the end; its
-    hook of the validation waits. Its `on_train_epoch_end` comes after those of the module and of EarlyStopping.
+    It saves at once, as what follows may fail, and once more when all has come. At the last step of an epoch its hook
+    of the validation waits for the end of the epoch; its `on_train_epoch_end` comes after those of the module and of
+    EarlyStopping.
     """
 
     def __init__(self, trainer: L.Trainer, saver: ModelCheckpoint) -> None:
         self.trainer, self.saver = trainer, saver
         self.hooks = {
             "on_train_batch_end": partial(self._save_now, saver.on_train_batch_end),
-            "on_validation_end": partial(self._wait, saver.on_validation_end),
-            "on_train_epoch_end": partial(self._end, saver.on_train_epoch_end),
+            "on_validation_end": partial(self._validate, saver.on_validation_end),
+            "on_train_epoch_end": partial(self._end_epoch, saver.on_train_epoch_end),
         }
-        self._incomplete: dict[Any, Callable[[], None]] = {}  # files, and what writes them again
+        configs = trainer.lr_scheduler_configs
+        self._has_plateau = any(config.reduce_on_plateau and config.interval == "step" for config in configs)
+        self._module_ends_validation = is_overridden("on_validation_end", trainer.lightning_module)
+        self._incomplete: dict[Any, Callable[[], None]] = {}  # files of this step, and what writes them again
+        self._has_validated = False
         self._waiting: list[Callable[[], None]] = []
-
-    @property
-    def _is_last_step(self) -> bool:
-        return self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
 
     def _save_now(self, hook: Callable[..., None], *args: Any) -> None:
         save = self.trainer.save_checkpoint
 
-        def save_twice(file: Any, *options: Any, **named: Any) -> None:
+        def save_and_keep(file: Any, *options: Any, **named: Any) -> None:
             save(file, *options, **named)
             self._incomplete[file] = partial(save, file, *options, **named)
 
-        with mock.patch.object(self.trainer, "save_checkpoint", save_twice) if self._is_last_step else nullcontext():
+        with mock.patch.object(self.trainer, "save_checkpoint", save_and_keep):
             hook(*args)
 
-    def _wait(self, hook: Callable[..., None], *args: Any) -> None:
-        if self._is_last_step:
+    def _validate(self, hook: Callable[..., None], *args: Any) -> None:
+        if self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             self._waiting.append(partial(hook, *args))
         else:
-            hook(*args)
+            self._has_validated = True
+            keeps = self._has_plateau or self._module_ends_validation
+            self._save_now(hook, *args) if keeps else hook(*args)
 
-    def _end(self, hook: Callable[..., None], *args: Any) -> None:
+    def end_step(self) -> None:
+        """Save again what lacks something that came later in the step. Every rank must call it."""
+        if self._has_validated or self._has_plateau:
+            self._save_again()
+        self._incomplete.clear()
+        self._has_validated = False
+
+    def _end_epoch(self, hook: Callable[..., None], *args: Any) -> None:
         for of_validation in self._waiting:
             of_validation()
-        for file, save in self._incomplete.items():
-            if self.saver.file_exists(file, self.trainer):  # a better one may have replaced it
-                save()
+        self._save_again()
         self._waiting.clear()
         self._incomplete.clear()
         hook(*args)
+
+    def _save_again(self) -> None:
+        for file, save in self._incomplete.items():
+            if self.saver.file_exists(file, self.trainer):  # a better one may have replaced it
+                save()
 
 
 def monitoring(trainer: L.Trainer) -> list[Any]:

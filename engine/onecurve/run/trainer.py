@@ -188,7 +188,8 @@ class Trainer(L.Trainer):
         virtual = self._virtual
         normalize = [NormGroups()] if self.sync_batchnorm and not self.bit_exact else []
         return [
-            BegunEpoch(),  # first, as a signal may save before the first step
+            BegunEpoch(),  # before a signal may save, at the first step
+            LateSaves(),  # before other callbacks begin the next step
             # These end the run: a hung rank alone, or all ranks at the same step after a signal.
             Watchdog(folder, timeout),
             PreemptionHandler(folder),
@@ -208,7 +209,6 @@ class Trainer(L.Trainer):
             PredictedSamples(),
             MonitorCheck(own),
             FiniteCheck(),
-            LateSaves(),
             *own.values(),
             *normalize,  # last: `throughput` counts the FLOPs of a few samples, without groups
         ]

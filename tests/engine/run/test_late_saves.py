@@ -124,6 +124,46 @@ def test_what_is_saved_at_the_end_of_an_epoch_has_that_end(options: dict[str, An
         assert trainer.global_step == 24
 
 
+class StepsWithin(Sums):
+    """Lowers its rate by the loss of each step, and once more in a validation within the epoch."""
+
+    def __init__(self, interval: str) -> None:
+        super().__init__()
+        self.interval = interval
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+
+    def on_train_epoch_end(self) -> None:
+        pass
+
+    def on_validation_end(self) -> None:
+        if self.interval == "epoch" and not self.trainer.sanity_checking:
+            self.optimizers().param_groups[0]["lr"] *= 0.9
+
+    def configure_optimizers(self) -> Any:
+        found = super().configure_optimizers()
+        found["lr_scheduler"] |= {"interval": self.interval, "monitor": "train_loss_step", "strict": False}
+        return found
+
+
+@pytest.mark.parametrize("of_validation", [False, True])
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_what_is_saved_within_an_epoch_has_the_whole_step(interval: str, of_validation: bool, folder: Path) -> None:
+    """Its validation, with the hook of the module that comes last, and the step of a schedule."""
+    options: dict[str, Any] = {"val_check_interval": 2, "max_epochs": 3}
+    when: dict[str, Any] = {"monitor": "val_loss"} if of_validation else {"every_n_train_steps": 2}
+    saves = ModelCheckpoint(filename="{step}", save_top_k=-1, save_on_train_epoch_end=False, **when)
+    whole, _ = fit_sums(folder / "whole", saves, module=StepsWithin(interval), **options)
+    assert len({*whole.rates}) > 2
+    for step in (2, 6):
+        (folder / f"{step}").mkdir()
+        file = folder / "whole" / "checkpoints" / f"step={step}.ckpt"
+        resumed, _ = fit_sums(folder / f"{step}", ckpt_path=file, module=StepsWithin(interval), **options)
+        assert resumed.rates == whole.rates[step:]
+        assert torch.equal(resumed.layer.weight, whole.layer.weight)
+
+
 class Fails(L.Callback):
     def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if trainer.global_step == 8:
