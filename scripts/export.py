@@ -64,7 +64,10 @@ def _load_pt2(content: bytes) -> Callable[[Tensor], Tensor]:
 def _to_onnx(program: Any) -> bytes:
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns that torchvision is not installed
     names: dict[str, Any] = {"input_names": ["images"], "output_names": ["probabilities"]}
-    exported = torch.onnx.export(program, dynamo=True, dynamic_shapes={"images": {0: "n"}}, verbose=False, **names)
+    try:
+        exported = torch.onnx.export(program, dynamo=True, dynamic_shapes={"images": {0: "n"}}, verbose=False, **names)
+    except ModuleNotFoundError as error:
+        raise UserError(f"--format onnx needs {error.name}: pip install '.[onnx]'") from None
     return exported.model_proto.SerializeToString()
 
 

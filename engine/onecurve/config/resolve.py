@@ -51,8 +51,8 @@ def resolve_config(cfg: DictConfig, plan_strategy: Callable[[DictConfig], None] 
     """
     hydra_cfg = HydraConfig.get()
     folder = Path(hydra_cfg.runtime.output_dir)
-    for name in ("fit", "doctor", "report"):
-        check_value(name, cfg[name], bool)
+    for name, kind in {"fit": bool, "doctor": bool, "report": bool, "seed": int}.items():
+        check_value(name, cfg[name], kind)
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:

@@ -179,6 +179,7 @@ def _torchelastic_config(cfg: DictConfig, processes: int, reports: str, method: 
 
 def _stopped(cfg: DictConfig) -> signals.Stopped:
     """Return the exception that ends a run after a signal; print how to continue it."""
+    signals.drop_lost_readers()
     print(stop_message(signals.requested(), cfg.run_dir), file=sys.stderr)
     return signals.Stopped(signals.requested())
 

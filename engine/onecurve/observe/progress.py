@@ -5,8 +5,11 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import RichProgressBar
+from rich import get_console
 from rich.progress import TimeRemainingColumn
 from rich.table import Column
+
+from onecurve.process.signals import drop_lost_readers
 
 _OTHER_COLUMNS = 38  # characters of all columns but the metrics, with a bar of 4
 
@@ -37,6 +40,8 @@ class ProgressBar(RichProgressBar):
         return {name.removeprefix("train/"): value for name, value in metrics.items() if name != "v_num"}
 
     def configure_columns(self, trainer: L.Trainer) -> list[Any]:
+        # If the reader of the output ends, as in `| head`, rich would end the process. Lightning makes a new console.
+        get_console().on_broken_pipe = drop_lost_readers  # type: ignore[method-assign]
         description, bar, batches, *_ = super().configure_columns(trainer)
         bar.bar_width = None  # what the other columns leave
         columns = [description, batches, TimeRemainingColumn()]

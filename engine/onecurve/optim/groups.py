@@ -35,7 +35,7 @@ def build_optimizer(
     default where torch has one, unless `allow_fused` is false: it launches one kernel for many tensors.
     """
     lr = factory.keywords.get("lr")
-    if not isinstance(lr, int | float) or lr < 0:
+    if not isinstance(lr, int | float) or not 0 <= lr < math.inf:
         raise UserError(f"optimizer.lr={lr} is not a learning rate: give a number of at least zero")
     named = [(f"{prefix}{name}", parameter) for name, parameter in net.named_parameters() if parameter.requires_grad]
     matrices = [(name, weight) for name, weight in named if weight.ndim > 1]

@@ -78,6 +78,9 @@ def lr_multiplier(schedule: Schedule, group: dict[str, Any], step: int, steps: i
 def scheduler_config(optimizer: Optimizer, schedule: Schedule | TorchSchedule, steps: int) -> dict[str, Any]:
     """Return the scheduler for a run of so many steps, in the form of Lightning's `configure_optimizers`."""
     if not isinstance(schedule, TorchSchedule):
+        warmup = getattr(schedule, "keywords", {}).get("warmup", 0)
+        if not 0 <= warmup <= 1:
+            raise UserError(f"scheduler.warmup={warmup}: give the fraction of the run, between 0 and 1")
         lambdas = [_lr_lambda(schedule, group, steps) for group in optimizer.param_groups]
         return {"scheduler": LambdaLR(optimizer, lambdas), "interval": "step"}
     if any(group.get("schedule_fraction", 1.0) != 1.0 for group in optimizer.param_groups):

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from onecurve.errors import UserError, in_python
 from onecurve.patches.torch import set_timeout_of_all_groups
 from onecurve.process.launcher import launcher
-from onecurve.process.signals import Stopped
+from onecurve.process.signals import Stopped, drop_lost_readers
 
 if TYPE_CHECKING:
     import lightning as L
@@ -186,6 +186,13 @@ class TerminalHandler(logging.StreamHandler):  # no StreamHandler[TextIO] in Pyt
 
         # The stream of a rich progress bar would break a path that is longer than a line.
         get_console().print(self.format(record), soft_wrap=True, markup=False, highlight=False, emoji=False)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Go on without a terminal whose reader has ended, as `| head` does; logging would print a traceback."""
+        if isinstance(sys.exc_info()[1], BrokenPipeError):
+            drop_lost_readers()
+        else:
+            super().handleError(record)
 
 
 def connect_debugger(rank: int) -> None:

@@ -140,10 +140,7 @@ def requested() -> int:
 
 
 def drop_lost_readers() -> None:
-    """Let output to a pipe whose reader has ended go nowhere: the Ctrl-C that stops a run ends its `tee` as well.
-
-    Otherwise rich would end this process at the next line of a progress bar, and logging print a traceback.
-    """
+    """Let output to a pipe whose reader has ended go nowhere: the Ctrl-C that stops a run ends its `tee` as well."""
     for descriptor in (1, 2):
         poll = select.poll()
         poll.register(descriptor, 0)  # an error is reported unasked

@@ -47,12 +47,20 @@ def check_arguments(seed: Any, virtual_ranks: Any, bit_exact: Any, kwargs: dict[
     every = kwargs.get("log_every_n_steps")
     if every is not None and every < 1:
         raise UserError(f"trainer.log_every_n_steps={every} logs nothing and detects no NaN: set at least 1")
+    if (kwargs.get("gradient_clip_val") or 0) < 0:  # Lightning would not clip
+        raise UserError(f"trainer.gradient_clip_val={kwargs['gradient_clip_val']}: give a number above zero, or null")
     if not isinstance(kwargs.get("val_check_interval") or 1, int | float):
         # Lightning reads each rank's own clock, so some ranks would validate while others train.
         raise UserError(
             f"trainer.val_check_interval={kwargs['val_check_interval']}: give a number of steps, or a fraction of an "
             "epoch; ranks cannot validate by the clock"
         )
+
+
+def check_precision(precision: Any, accelerator: str) -> None:
+    """Raise a UserError for float16 on a CPU: Lightning would take bfloat16, as another experiment has it by name."""
+    if accelerator == "cpu" and precision in ("16-mixed", "16", 16):
+        raise UserError(f"trainer.precision={precision} needs a GPU: take bf16-mixed")
 
 
 def check_callbacks_are_possible(callbacks: dict[str, L.Callback]) -> None:

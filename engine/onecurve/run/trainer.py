@@ -44,6 +44,7 @@ from onecurve.run.arguments import (
     as_list,
     check_arguments,
     check_callbacks_are_possible,
+    check_precision,
     check_search,
     has_kind,
     named,
@@ -138,6 +139,7 @@ class Trainer(L.Trainer):
         self._folder = folder = Path(default_root_dir or _FOLDER).expanduser()
         self._state_before_module = _seed_generators(self.seed)
         accelerator, devices = resolve_devices(accelerator, devices)
+        check_precision(kwargs.get("precision"), accelerator)
         needs_determinism = bit_exact and accelerator != "cpu"
         is_double = kwargs.get("precision") == "64-true"  # Lightning accepts this name with some strategies only
         plugins: list[Any] = [AtomicCheckpointIO(), *as_list(kwargs.pop("plugins", None))]

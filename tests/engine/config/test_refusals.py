@@ -208,6 +208,9 @@ TYPES = [
     ("module.channels_last=no", "module.channels_last=no: give true or false"),
     ("model=mlp model.hidden=a", "model.hidden=a: give an integer"),
     ("seed=-1", "seed=-1"),
+    ("optimizer.lr=inf", "optimizer.lr=inf is not a learning rate"),
+    ("optimizer.lr=nan", "optimizer.lr=nan is not a learning rate"),
+    ("scheduler.warmup=25", "scheduler.warmup=25: give the fraction of the run"),
 ]
 TARGETS = [
     ("model._target_=src.models.", "model._target_=src.models."),
@@ -231,6 +234,8 @@ TRAINER = [
     ("+trainer.overfit_batches=1", "trainer.overfit_batches=1: .*use .*debug=overfit"),
     ("trainer.log_every_n_steps=0", "trainer.log_every_n_steps=0"),
     ("trainer.precision=fp8", "fp8"),
+    ("trainer.precision=16-mixed", "trainer.precision=16-mixed needs a GPU: take bf16-mixed"),
+    ("trainer.gradient_clip_val=-1", "trainer.gradient_clip_val=-1: give a number above zero, or null"),
     ("model=mlp test=best callbacks.best=null trainer.max_steps=1", "this run keeps no best checkpoint"),
 ]
 BATCHES = [

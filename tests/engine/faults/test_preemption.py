@@ -90,6 +90,21 @@ def test_signal_saves_stops_and_resumes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [[], TWO])
+def test_a_run_goes_on_without_a_reader_of_its_output(world: list[str], small: list[str], folder: Path) -> None:
+    """As with `| head -1`."""
+    options = ["trainer.enable_progress_bar=true", "trainer.max_steps=12", f"run_dir={folder}"]
+    process = start(*small, *PARITY, *world, slow(0.1), *options)
+    assert process.stdout
+    process.stdout.readline()
+    process.stdout.close()
+    process.stdout = None
+    code, _, err = wait_for_exit(process)
+    assert (code, err.count("Traceback")) == (0, 0)
+    assert read_events(folder)[-1]["event"] == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [[], TWO])
 def test_an_interrupt_also_ends_the_reader_of_the_output(world: list[str], small: list[str], folder: Path) -> None:
     """As with `| tee log`: the progress bar and the logs find a pipe that nobody reads."""
     options = [*world, callback("WaitForSignal", at=8), "trainer.enable_progress_bar=true", f"run_dir={folder}"]

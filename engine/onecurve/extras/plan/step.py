@@ -62,9 +62,11 @@ class Collective:
 
     @property
     def sent(self) -> float:
-        """Bytes that a ring algorithm sends per rank, in all calls (Patarasuk and Yuan, 2009)."""
-        factor = _RING_ROUNDS[self.kind] * (self.ranks - 1) / self.ranks if self.kind in _RING_ROUNDS else 1
-        return self.calls * self.nbytes * factor
+        """Bytes that a ring algorithm sends per rank, on average, in all calls (Patarasuk and Yuan, 2009)."""
+        if self.kind == "send":
+            return self.calls * self.nbytes
+        rounds = _RING_ROUNDS.get(self.kind, 1)  # in a broadcast all ranks but the last one hand the bytes on
+        return self.calls * self.nbytes * rounds * (self.ranks - 1) / self.ranks
 
     def seconds(self, job: Job) -> float:
         """Return the seconds of all calls, by a ring, or by a tree if that is faster for many ranks."""

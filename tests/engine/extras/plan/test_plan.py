@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.dev.dry_gpu.collectives import describe_call
 from onecurve.extras.plan.hardware import Hardware
 from onecurve.extras.plan.plan import Candidate, begin_run, choose_again, estimate, make_plan
+from onecurve.extras.plan.step import Collective
 from onecurve.observe.steps import RankConsensus
 from onecurve.parallel.ddp import DDP
 from onecurve.run.experiment import assemble
@@ -127,6 +128,13 @@ def test_collectives_are_those_of_a_run(name: str, pool: Pool, folder: Path) -> 
 
 _SIZED = ("ddp", "sharded optimizer", "fsdp", "pipeline", "bits, ddp", "bits, fsdp", "bits, hybrid")
 SIZES = [(name, model) for name in _SIZED for model in ("resnet9", "vit")]
+
+
+def test_a_broadcast_is_sent_by_all_ranks_but_one() -> None:
+    """Shards of an optimizer: an all-reduce of the gradients, and each rank's weights to the others."""
+    assert Collective("all_reduce", 400, 4).sent == 600
+    assert Collective("broadcast", 400, 4).sent == 300
+    assert Collective("send", 400, 2).sent == 400
 
 
 def test_every_model_that_starts_without_weights_can_be_planned(folder: Path) -> None:
