@@ -49,6 +49,8 @@ class ExactResumption(L.Callback):
         """Prepare the optimizers, which Lightning restores after this hook."""
 
         def restore_groups(own: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+            if any("param_names" not in group for group in saved["param_groups"]):  # what a hook loads by itself
+                return saved
             add_saved_groups(saved, own, pl_module)
             return shard(saved, own)
 

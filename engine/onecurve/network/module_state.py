@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric, MetricCollection
 
 from onecurve.network.object_state import Restore, Snapshot, restore_of_tensor
-from onecurve.patches.torch import AUTOCAST_FLAG
+from onecurve.patches.torch import AUTOCAST_FLAG, COMPILER_MARK
 
 _INTERNAL = vars(nn.Module()).keys()  # attributes of torch's own
 _OPTIONS = ("p", "momentum", "eps")  # of layers of torch
@@ -28,7 +28,8 @@ def all_attributes(module: nn.Module) -> dict[str, Any]:
         # `weight` of `weight_v`, as by weight_norm, and of `weight_orig`, as by spectral_norm and pruning
         computed = {key.rpartition("_")[0] for key in weights if key.endswith(("_v", "_orig"))}
         for key, value in {} if isinstance(part, Metric | MetricCollection) else vars(part).items():
-            if key not in _OTHERS and key not in computed and (not is_own or key in _OPTIONS):
+            of_torch = key in _OTHERS or key in computed or key.startswith(COMPILER_MARK)
+            if not of_torch and (not is_own or key in _OPTIONS):
                 found[f"{name}.{key}".lstrip(".")] = value
     return found
 

@@ -18,8 +18,9 @@ from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
 import torch.nn.functional as F
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS
 
 from onecurve.checks.hidden_state import HiddenStateCheck
@@ -65,7 +66,7 @@ class StepInParts(Optimization):
         plugin, module = trainer.precision_plugin, trainer.lightning_module
         backward = self.backward_pass(optimizer)
         divisor = data.virtual_ranks if data.bit_exact else data.accumulate  # parts of a batch that add up to its mean
-        hidden = self._begin_check(module, data.bit_exact)
+        hidden, before = self._begin_check(module, data.bit_exact), _gradients_for_hooks(trainer)
         passes = _VirtualRankPasses(trainer, step) if data.bit_exact else _MicroBatchPasses(trainer)
         # `post_backward` calls `on_after_backward`, which waits for the complete gradient.
         with mock.patch.object(plugin, "post_backward", lambda loss, module: loss.detach()):
@@ -88,7 +89,8 @@ class StepInParts(Optimization):
         data.end_parts()
         table = passes.finish(log.rows())
         if backward:  # not within the first pass: the others would see what the hook changes, such as an average
-            self.call_before_reset(optimizer)
+            with _gradients_replaced(before):
+                self.call_before_reset(optimizer)
         with plugin.forward_context():  # a metric that Lightning moves to the device takes the default type
             log.log(results, table, is_complete=data.bit_exact)
         loss = log.mean_loss(table)
@@ -107,6 +109,25 @@ class StepInParts(Optimization):
             self.checked_module, self.checked_steps, self.named = module, 0, set[str]()
         self.checked_steps += 1
         return HiddenStateCheck(module, bit_exact, self.named) if self.checked_steps <= 2 else None
+
+
+def _gradients_for_hooks(trainer: Any) -> dict[nn.Parameter, Tensor | None]:
+    """Return copies of the gradients of the last step, which `on_before_zero_grad` sees, if a hook of the user may."""
+    own = [one for one in trainer.callbacks if not type(one).__module__.startswith(("onecurve.", "lightning."))]
+    if not any(is_overridden("on_before_zero_grad", one) for one in (trainer.lightning_module, *own)):
+        return {}
+    weights = trainer.lightning_module.parameters()
+    return {weight: None if weight.grad is None else weight.grad.clone() for weight in weights}
+
+
+@contextmanager
+def _gradients_replaced(gradients: dict[nn.Parameter, Tensor | None]) -> Iterator[None]:
+    now = {weight: weight.grad for weight in gradients}
+    for weight, gradient in gradients.items():
+        weight.grad = gradient
+    yield
+    for weight, gradient in now.items():
+        weight.grad = gradient
 
 
 class _MicroBatchPasses:

@@ -137,3 +137,9 @@ def test_all_that_a_pass_changes_is_as_before() -> None:
     assert kept.other.data_ptr() == memory
     now = [kept.table["train"], kept.meter, kept.queue, kept.lists["a"], kept.weight, kept.other, kept.data]
     assert all(one is other for one, other in zip(now, held, strict=True))
+
+
+def test_what_the_compiler_sets_is_no_attribute_of_the_user() -> None:
+    layer: Any = torch.compile(nn.Linear(2, 2), backend="eager")  # which each process numbers by itself
+    module = nn.Sequential(layer)
+    assert [name for name in attributes(module) if "dynamo" in name] == []

@@ -116,6 +116,31 @@ class ChangesAtStart(Net):
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
+class OwnMomentum(Net):
+    """Gathers the gradients of the steps before, which the hook sees until they are reset."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.momentum = nn.Buffer(torch.zeros(2, 8))
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        gradient: Any = self.net[2].weight.grad
+        if gradient is not None:
+            self.momentum.mul_(0.9).add_(gradient)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.net[2].weight.grad += self.momentum  # type: ignore[operator]
+
+
+class LoadsMoments(Net):
+    """Takes the optimizer's state of another program, which names no parameters."""
+
+    def on_train_start(self) -> None:
+        other = torch.optim.SGD([torch.ones(2), torch.ones(3)], lr=0.2, momentum=0.9)
+        other.param_groups[0]["params"] = list(self.net.parameters())
+        self.trainer.optimizers[0].load_state_dict(other.state_dict())
+
+
 class RatesOfLayers(Net):
     def configure_optimizers(self) -> Any:
         layers = {name: weight for name, weight in self.net.named_parameters() if weight.ndim == 2}
@@ -223,6 +248,10 @@ def test_groups_of_layers_need_names_in_a_pipeline(pool: Pool, folder: Path) -> 
         pool.run(2, fit_kind, folder, RatesOfLayers, "pipeline")
 
 
+def test_a_hook_may_load_the_state_of_an_optimizer(folder: Path) -> None:
+    assert fit(folder, LoadsMoments()).optimizers[0].param_groups[0]["lr"] == 0.2
+
+
 def test_a_module_without_an_optimizer(folder: Path) -> None:
     assert fit(folder, NoOptimizer()).current_epoch == 2
 
@@ -264,6 +293,27 @@ def stop_and_go_on(folder: Path, strategy: str) -> list[str]:
 def test_hooks_of_a_start_change_nothing_again_in_an_epoch_that_goes_on(pool: Pool, folder: Path) -> None:
     assert stop_and_go_on(folder / "one", "auto") == []
     assert pool.run(2, stop_and_go_on, folder / "two", "fsdp") == [[], []]
+
+
+def fit_in_two_parts(folder: Path) -> list[Any]:
+    torch.manual_seed(0)
+    module = OwnMomentum()
+    fit(folder, module, strategy="ddp", accumulate_grad_batches=2)
+    return module.momentum.tolist()
+
+
+def test_a_hook_before_the_reset_sees_the_gradients_of_the_last_step(pool: Pool, folder: Path) -> None:
+    found = []
+    divided: dict[str, dict[str, Any]] = {"parts": {"accumulate_grad_batches": 2}, "exact": {"bit_exact": True}}
+    for name, options in {"one": {}, **divided}.items():
+        torch.manual_seed(0)
+        module = OwnMomentum()
+        fit(folder / name, module, **options)
+        found.append(module.momentum.tolist())
+    found += pool.run(2, fit_in_two_parts, folder / "ranks")
+    assert torch.tensor(found[0]).count_nonzero()
+    for other in found[1:]:
+        assert torch.allclose(torch.tensor(other), torch.tensor(found[0]), rtol=1e-9, atol=1e-12)
 
 
 def test_a_resumed_run_logs_the_rate_of_an_epoch_at_its_step(folder: Path) -> None:
