@@ -55,6 +55,35 @@ def group_name(group: dict[str, Any]) -> str:
     return str(group.get("name", "group 00"))
 
 
+def restore_by_name(optimizer: Optimizer, module: nn.Module) -> None:
+    """Let the optimizer load the state of any hardware, by the names of its parameters.
+
+    torch converts all of a state to the type of the weights; scalars, such as the product of momenta of NAdam, keep
+    the type in which the optimizer computes them.
+    """
+    loaded: dict[int, Any] = {}
+
+    def select(own: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        if any("param_names" not in group for group in saved["param_groups"]):  # what a hook loads by itself
+            return saved
+        add_saved_groups(saved, own, module)
+        found = shard(saved, own)
+        loaded.update(found["state"])
+        return found
+
+    def keep_scalars(own: Optimizer) -> None:
+        weights = [weight for group in own.param_groups for weight in group["params"]]
+        for index, saved in loaded.items():
+            state = own.state.get(weights[index], {})
+            for key in state.keys() & saved.keys():
+                if isinstance(saved[key], Tensor) and saved[key].ndim == 0:
+                    state[key] = state[key].to(saved[key].dtype).copy_(saved[key])
+        loaded.clear()
+
+    optimizer.register_load_state_dict_pre_hook(select)
+    optimizer.register_load_state_dict_post_hook(keep_scalars)
+
+
 def add_saved_groups(saved: dict[str, Any], optimizer: Optimizer, module: nn.Module) -> None:
     """Add the groups that the saved optimizer got while it trained; a stage of a pipeline adds its own parameters."""
     own, groups = dict(module.named_parameters()), optimizer.param_groups

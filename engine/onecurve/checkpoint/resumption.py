@@ -12,9 +12,8 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     ModelPruning,
 )
-from torch.optim import Optimizer
 
-from onecurve.checkpoint.optimizer_state import add_saved_groups, name_parameters, shard
+from onecurve.checkpoint.optimizer_state import name_parameters, restore_by_name
 from onecurve.errors import UserError
 from onecurve.patches.lightning_loops import set_progress, set_steps_of_loggers
 
@@ -47,16 +46,9 @@ class ExactResumption(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Prepare the optimizers, which Lightning restores after this hook."""
-
-        def restore_groups(own: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-            if any("param_names" not in group for group in saved["param_groups"]):  # what a hook loads by itself
-                return saved
-            add_saved_groups(saved, own, pl_module)
-            return shard(saved, own)
-
         for optimizer in trainer.optimizers:
             name_parameters(optimizer, pl_module)
-            optimizer.register_load_state_dict_pre_hook(restore_groups)
+            restore_by_name(optimizer, pl_module)
         wrappers: Any = pl_module.optimizers()
         for wrapper in wrappers if isinstance(wrappers, list) else [wrappers]:  # which have the methods of the class
             wrapper.add_param_group = wrapper.optimizer.add_param_group

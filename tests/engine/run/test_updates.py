@@ -1,5 +1,6 @@
 """What people write around the step of an optimizer: norms by hand, hooks of weights, late layers, schedules."""
 
+import copy
 import logging
 import os
 from pathlib import Path
@@ -139,6 +140,11 @@ class LoadsMoments(Net):
         other = torch.optim.SGD([torch.ones(2), torch.ones(3)], lr=0.2, momentum=0.9)
         other.param_groups[0]["params"] = list(self.net.parameters())
         self.trainer.optimizers[0].load_state_dict(other.state_dict())
+
+
+class UsesNAdam(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.NAdam(self.net.parameters(), lr=0.01)
 
 
 class RatesOfLayers(Net):
@@ -314,6 +320,18 @@ def test_a_hook_before_the_reset_sees_the_gradients_of_the_last_step(pool: Pool,
     assert torch.tensor(found[0]).count_nonzero()
     for other in found[1:]:
         assert torch.allclose(torch.tensor(other), torch.tensor(found[0]), rtol=1e-9, atol=1e-12)
+
+
+def test_scalars_of_an_optimizer_keep_their_type(folder: Path) -> None:
+    """The product of momenta is float32, also beside weights in float64."""
+    module = UsesNAdam()
+    fit(folder / "whole", copy.deepcopy(module), bit_exact=True)
+    with pytest.raises(KeyError, match="killed"):
+        fit(folder / "two", copy.deepcopy(module), bit_exact=True, callbacks=[Rates(dies_at=4)])
+    fit(folder / "two", module, "last", bit_exact=True)
+    whole, two = (torch.load(folder / name / "checkpoints" / "last.ckpt")["state_dict"] for name in ("whole", "two"))
+    for name, weight in whole.items():
+        assert torch.equal(weight, two[name])
 
 
 def test_a_resumed_run_logs_the_rate_of_an_epoch_at_its_step(folder: Path) -> None:
