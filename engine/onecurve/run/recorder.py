@@ -106,6 +106,12 @@ class RunRecorder(L.Callback):
         if self.config.bit_exact:
             self._compare_numerics(numerics(pl_module))
 
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._resumed_at and trained_steps(trainer) == self._resumed_at and not trainer.should_stop:
+            _log.info(
+                "the run had all its %d steps already: raise trainer.max_epochs or max_steps to go on", self._resumed_at
+            )
+
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Put the configuration of a run back whose continuation is refused before its first step."""
         is_refused = isinstance(exception, UserError) and trained_steps(trainer) <= self._resumed_at

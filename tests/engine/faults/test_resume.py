@@ -1,5 +1,6 @@
 """A run that is stopped at any moment and resumed equals the uninterrupted one, also at another world size."""
 
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -91,12 +92,15 @@ def test_refuses_another_experiment_and_changes_no_file(
     assert {file.name: file.read_bytes() for file in died.iterdir() if file.is_file()} == before
 
 
-def test_finished_run_is_only_tested_again(small: list[str], folder: Path) -> None:
+def test_finished_run_is_only_tested_again(small: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A run that was interrupted in its test does not train again, but its sweep needs the result."""
     task = [*small, *SHORT_RUN, *TASK, *SMALL_MLP, f"trainer.max_steps={SHORT_EPOCH}"]
     before = fit(compose(folder, *task), test=True).metrics
     rows = (folder / "metrics.csv").read_text()
-    again = fit(compose(folder, *task, f"ckpt_path={folder}/checkpoints/last.ckpt"), test=True)
+    assert "already" not in caplog.text
+    with caplog.at_level(logging.INFO, "onecurve"):
+        again = fit(compose(folder, *task, f"ckpt_path={folder}/checkpoints/last.ckpt"), test=True)
+    assert f"the run had all its {SHORT_EPOCH} steps already" in caplog.text
     assert again.losses == []
     assert before["val/acc"] == again.metrics["val/acc"]
     assert before.keys() == again.metrics.keys()
