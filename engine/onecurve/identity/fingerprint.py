@@ -116,6 +116,7 @@ def continue_experiment(checkpoint: dict[str, Any], current: Experiment, config:
     if fixed := [name for name in changes if not (matches(name, CONTINUABLE) or _is_moved(name, before, now))]:
         named = [changes[name] for name in fixed if name != _DATA] or [changes[_DATA]]  # an option may explain the data
         of_classes = [name for name in fixed if name.startswith(("data.", "module.")) and "._" not in name]
+        of_classes = [name for name in of_classes if name != "data.batch_size"]  # it is never hardware
         way_out = f", or name {', '.join(of_classes)} in `hardware_options` of its class, if it changes no result"
         raise CheckpointUserError(
             f"the run in ckpt_path had {', '.join(named)}: that is another experiment; set it back, or start a new run"

@@ -92,6 +92,12 @@ def test_refuses_another_experiment_and_changes_no_file(
     assert {file.name: file.read_bytes() for file in died.iterdir() if file.is_file()} == before
 
 
+def test_a_batch_size_is_never_hardware(died: Path, small: list[str]) -> None:
+    changed = compose(died, *small, *SHORT_RUN, *TASK, *SMALL_MLP, "data.batch_size=24", f"ckpt_path={died}/died.ckpt")
+    with pytest.raises(UserError, match=r"the run in ckpt_path had data\.batch_size=16 .* or start a new run$"):
+        fit(changed)
+
+
 def test_finished_run_is_only_tested_again(small: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A run that was interrupted in its test does not train again, but its sweep needs the result."""
     task = [*small, *SHORT_RUN, *TASK, *SMALL_MLP, f"trainer.max_steps={SHORT_EPOCH}"]
