@@ -40,6 +40,9 @@ CHECKPOINT_KEYS: dict[str, dict[str, str]] = {
         "has_begun_epoch": "whether the hooks of the start of the epoch have run",
         "requires_grad": "weights that were frozen or unfrozen during training",
     },
+    "run/training_loop.py": {
+        "plateau_is_behind": "whether ReduceLROnPlateau has not had its step of the epoch that has ended",
+    },
     "run/attributes.py": {
         "attributes": "numbers and tensors that training has changed in attributes of modules and callbacks, by name",
     },

@@ -214,6 +214,9 @@ class DDP(DDPStrategy):
                 ZeroRedundancyOptimizer([dict(group) for group in optimizer.param_groups], type(optimizer))
                 for optimizer in optimizers
             ]
+            for optimizer in self.optimizers:  # or a hook would change a state that is not that of the steps
+                _share_state(optimizer)
+                optimizer.register_load_state_dict_post_hook(_share_state)
             for config in self.lr_scheduler_configs:
                 config.scheduler.optimizer = self.optimizers[optimizers.index(config.scheduler.optimizer)]
 
@@ -250,6 +253,11 @@ class DDP(DDPStrategy):
         if self.averager is not None:
             floats = [value for value in values if isinstance(value, Tensor) and value.ndim]  # no step counts
             average_parameters(cast(Any, iter(floats)), self.averager.process_group)
+
+
+def _share_state(optimizer: Any) -> None:
+    """Let a ZeroRedundancyOptimizer show the state of its part, which takes the steps."""
+    optimizer.state = optimizer.optim.state
 
 
 def auto(devices: int | list[int], num_nodes: int) -> DDP | str:

@@ -48,7 +48,7 @@ def let_numbers_be_of_all_shards() -> None:
     (torch/distributed/tensor/_dispatch.py: `aten._local_scalar_dense` computes with local tensors)
     Every rank must ask for the number.
     """
-    for name in ("item", "tolist", "__float__", "__int__"):
+    for name in ("item", "tolist", "__float__", "__int__", "__bool__"):
         setattr(DTensor, name, _of_whole(getattr(Tensor, name)))
 
 
@@ -56,7 +56,7 @@ def _of_whole(method: Callable[[Tensor], Any]) -> Callable[[DTensor], Any]:
     """Return a method of a sharded tensor that first gathers the whole one."""
 
     def of_whole(tensor: DTensor) -> Any:
-        # `torch.tensor` of a list lets no sharded tensor compute, and ends with an error; to communicate would crash.
+        # Within `torch.tensor([...])` a collective would crash; torch itself raises an error there.
         can_compute = not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
         return method(tensor.full_tensor() if can_compute else tensor)
 

@@ -144,7 +144,7 @@ def drop_lost_readers() -> None:
     for descriptor in (1, 2):
         poll = select.poll()
         poll.register(descriptor, 0)  # an error is reported unasked
-        if poll.poll(0):
+        if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, descriptor)
             os.close(nowhere)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     EarlyStopping,
@@ -28,8 +29,8 @@ REFUSED = {
 }
 
 _BY_MEMORY = (
-    "BatchSizeFinder would choose the experiment by the memory of a device: leave it out, set data.batch_size, "
-    "and trainer.accumulate_grad_batches if it does not fit"
+    "BatchSizeFinder would choose the experiment by the memory of a device, as would Tuner.scale_batch_size: leave it "
+    "out, set data.batch_size, and trainer.accumulate_grad_batches if it does not fit"
 )
 
 
@@ -47,8 +48,9 @@ def check_arguments(seed: Any, virtual_ranks: Any, bit_exact: Any, kwargs: dict[
     every = kwargs.get("log_every_n_steps")
     if every is not None and every < 1:
         raise UserError(f"trainer.log_every_n_steps={every} logs nothing and detects no NaN: set at least 1")
-    if (kwargs.get("gradient_clip_val") or 0) < 0:  # Lightning would not clip
-        raise UserError(f"trainer.gradient_clip_val={kwargs['gradient_clip_val']}: give a number above zero, or null")
+    clip = kwargs.get("gradient_clip_val") or 0
+    if not (isinstance(clip, int | float) and clip >= 0):  # Lightning would not clip to a negative norm
+        raise UserError(f"trainer.gradient_clip_val={clip}: give a number above zero, or null")
     if not isinstance(kwargs.get("val_check_interval") or 1, int | float):
         # Lightning reads each rank's own clock, so some ranks would validate while others train.
         raise UserError(
@@ -57,9 +59,9 @@ def check_arguments(seed: Any, virtual_ranks: Any, bit_exact: Any, kwargs: dict[
         )
 
 
-def check_precision(precision: Any, accelerator: str) -> None:
+def check_precision(precision: Any, accelerator: Any) -> None:
     """Raise a UserError for float16 on a CPU: Lightning would take bfloat16, as another experiment has it by name."""
-    if accelerator == "cpu" and precision in ("16-mixed", "16", 16):
+    if isinstance(accelerator, CPUAccelerator) and precision in ("16-mixed", "16", 16):
         raise UserError(f"trainer.precision={precision} needs a GPU: take bf16-mixed")
 
 

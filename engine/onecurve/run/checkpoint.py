@@ -172,8 +172,11 @@ class _WholeSaves:
             self._waiting.append(partial(hook, *args))
         else:
             self._has_validated = True
-            keeps = self._has_plateau or self._module_ends_validation
-            self._save_now(hook, *args) if keeps else hook(*args)
+            is_followed = self._has_plateau or self._module_ends_validation
+            if is_followed:
+                self._save_now(hook, *args)
+            else:
+                hook(*args)
 
     def end_step(self) -> None:
         """Save again what lacks something that came later in the step. Every rank must call it."""

@@ -80,7 +80,7 @@ class RunRecorder(L.Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint[VERSION_KEY] = VERSION
-        checkpoint["config"] = self._config_text
+        checkpoint["config"] = self._config_text or OmegaConf.to_yaml(self.config)  # none if the fit did not begin
         checkpoint["experiment"] = asdict(self._experiment) if self._experiment else None
         checkpoint["numerics"] = numerics(pl_module)
         checkpoint["metrics"] = {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -139,7 +139,6 @@ class Trainer(L.Trainer):
         self._folder = folder = Path(default_root_dir or _FOLDER).expanduser()
         self._state_before_module = _seed_generators(self.seed)
         accelerator, devices = resolve_devices(accelerator, devices)
-        check_precision(kwargs.get("precision"), accelerator)
         needs_determinism = bit_exact and accelerator != "cpu"
         is_double = kwargs.get("precision") == "64-true"  # Lightning accepts this name with some strategies only
         plugins: list[Any] = [AtomicCheckpointIO(), *as_list(kwargs.pop("plugins", None))]
@@ -231,6 +230,7 @@ class Trainer(L.Trainer):
         Raises:
             UserError: if the folder holds a run, which this one does not continue.
         """
+        check_precision(self._arguments.get("precision"), self.accelerator)
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
         path = find_checkpoint(self, ckpt_path)
         if path:  # which has the learning rate; the search would train a continued run from its first step

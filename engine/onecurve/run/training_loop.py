@@ -69,19 +69,28 @@ class LoopChanges(L.Callback):
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._missed = set[int]()  # epochs before whose start Lightning leaves the step out
+        self._missed = set[int]()  # epochs that begin with a step of the epoch before, which Lightning left out
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        epoch = checkpoint["position"]["epoch"]
+        checkpoint["plateau_is_behind"] = trainer.current_epoch < epoch or epoch in self._missed
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         first = checkpoint["position"]["epoch"]
-        self._missed = {first + 1} if checkpoint.get("has_begun_epoch") or first == 0 else {first, first + 1}
+        self._missed = {first, first + 1} if checkpoint.get("plateau_is_behind") else {first + 1}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         trainer.last_step = trainer.datamodule.last_step  # `is_log_point` reads it
         _skip_empty_hooks(trainer.callbacks)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        metrics = trainer.callback_metrics
-        for config in plateau_configs(trainer) if trainer.current_epoch in self._missed else ():
-            is_due = (trainer.current_epoch + 1) % config.frequency == 0  # as Lightning counts
-            if is_due and config.monitor in metrics:
+        epoch, metrics = trainer.current_epoch, trainer.callback_metrics
+        progress = trainer.fit_loop.epoch_progress.current
+        if epoch not in self._missed:
+            return
+        progress.completed -= 1  # the module's `lr_scheduler_step` may read the epoch, which is the one before
+        for config in plateau_configs(trainer):
+            if epoch % config.frequency == 0 and config.monitor in metrics:
                 pl_module.lr_scheduler_step(config.scheduler, metrics[config.monitor])
+        progress.completed += 1
+        self._missed.remove(epoch)

@@ -53,6 +53,14 @@ class Grows(Net):
             self.optimizers().add_param_group({"params": layer.parameters()})
 
 
+class ClampsIfLarge(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for weight in self.parameters():
+            assert weight.grad is not None
+            if (weight.grad.abs() >= 0.02).any():  # of which one rank has none in its shard
+                weight.grad.mul_(0.1)
+
+
 class UsesMuon(Net):
     def configure_optimizers(self) -> Any:
         return torch.optim.Muon([weight for weight in self.net.parameters() if weight.ndim == 2])
@@ -97,13 +105,15 @@ class Watches(L.Callback):
 class ChangesAtStart(Net):
     """Lowers the rate, shrinks the weights, counts in a buffer, and forgets moments at the start of each epoch."""
 
+    epochs: Tensor
+
     def __init__(self) -> None:
         super().__init__()
-        self.epochs = nn.Buffer(torch.zeros(()))
+        self.register_buffer("epochs", torch.zeros(()))
 
     def on_train_epoch_start(self) -> None:
         optimizer: Any = self.optimizers()
-        self.epochs.add_(1)
+        self.epochs = self.epochs + 1
         optimizer.state.clear()
         for weight in self.parameters():
             weight.data.mul_(0.5)
@@ -161,6 +171,10 @@ class NoOptimizer(Net):
 class LatePlateau(Net):
     """A schedule that begins after two epochs, as after a warm-up."""
 
+    def __init__(self, frequency: int = 1) -> None:
+        super().__init__()
+        self.frequency = frequency
+
     def on_train_epoch_end(self) -> None:
         self.log("bad", 1.0)
 
@@ -171,7 +185,8 @@ class LatePlateau(Net):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "bad"}}
+        config = {"scheduler": schedule, "monitor": "bad", "frequency": self.frequency}
+        return {"optimizer": optimizer, "lr_scheduler": config}
 
 
 class Decays(Net):
@@ -196,6 +211,8 @@ class Rates(L.Callback):
 def fit(folder: Path, module: L.LightningModule, ckpt_path: str | None = None, **options: Any) -> Any:
     given: dict[str, Any] = {"accelerator": "cpu", "devices": int(os.environ.get("WORLD_SIZE", 1)), "max_epochs": 2}
     given |= {"enable_progress_bar": False, "enable_model_summary": False, "seed": 0, "precision": "64-true"}
+    if options.get("strategy") == "zero":
+        options["strategy"] = onecurve.DDP(shard_optimizer=True)
     trainer = onecurve.Trainer(default_root_dir=folder, **given | options)
     trainer.fit(module, DataLoader(RandomDataset(32, 32), batch_size=8), ckpt_path=ckpt_path)
     return trainer
@@ -209,7 +226,16 @@ def fit_kind(folder: Path, kind: type[Net], strategy: str) -> dict[str, list[Any
     return {name: weight.tolist() for name, weight in saved.items()}
 
 
-@pytest.mark.parametrize(("kind", "strategy"), [(ClipsByNumber, "fsdp"), (ClipsByNumber, "ddp"), (Grows, "ddp")])
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        (ClipsByNumber, "fsdp"),
+        (ClampsIfLarge, "fsdp"),
+        (ClipsByNumber, "ddp"),
+        (Grows, "ddp"),
+        (ChangesAtStart, "zero"),
+    ],
+)
 def test_agrees_with_one_process(kind: type[Net], strategy: str, pool: Pool, folder: Path) -> None:
     expected = fit_kind(folder / "one", kind, "auto")
     for weights in pool.run(2, fit_kind, folder / "two", kind, strategy):
@@ -262,22 +288,33 @@ def test_a_module_without_an_optimizer(folder: Path) -> None:
     assert fit(folder, NoOptimizer()).current_epoch == 2
 
 
-def test_a_plateau_that_begins_late_has_the_rates_of_lightning(folder: Path) -> None:
+@pytest.mark.parametrize("frequency", [1, 2])
+def test_a_plateau_that_begins_late_has_the_rates_of_lightning(frequency: int, folder: Path) -> None:
     plain = Rates()
     trainer = L.Trainer(
         accelerator="cpu", devices=1, max_epochs=10, logger=False, enable_checkpointing=False, callbacks=[plain]
     )
-    trainer.fit(LatePlateau(), DataLoader(RandomDataset(32, 32), batch_size=8))
-    assert len({*plain.rates}) > 3
+    trainer.fit(LatePlateau(frequency), DataLoader(RandomDataset(32, 32), batch_size=8))
+    assert len({*plain.rates}) > 3 - frequency
     whole = Rates()
-    fit(folder / "whole", LatePlateau(), max_epochs=10, callbacks=[whole])
+    fit(folder / "whole", LatePlateau(frequency), max_epochs=10, callbacks=[whole])
     assert whole.rates == plain.rates
-    for step in (16, 18):  # at the start of an epoch and within one
+    for step in (8, 16, 18, 20):  # at the start of an epoch and within one
         first, second = Rates(dies_at=step), Rates()
         with pytest.raises(KeyError, match="killed"):
-            fit(folder / f"{step}", LatePlateau(), max_epochs=10, callbacks=[first])
-        resumed = fit(folder / f"{step}", LatePlateau(), "last", max_epochs=10, callbacks=[second])
+            fit(folder / f"{step}", LatePlateau(frequency), max_epochs=10, callbacks=[first])
+        resumed = fit(folder / f"{step}", LatePlateau(frequency), "last", max_epochs=10, callbacks=[second])
         assert second.rates == plain.rates[resumed.global_step - len(second.rates) :]
+
+
+def test_a_plateau_is_not_behind_in_a_save_after_the_run(folder: Path) -> None:
+    whole, resumed = Rates(), Rates()
+    fit(folder / "whole", LatePlateau(), max_epochs=9, callbacks=[whole])
+    first = fit(folder / "first", LatePlateau(), max_epochs=5)
+    first.save_checkpoint(folder / "hand.ckpt")
+    fit(folder / "next", LatePlateau(), str(folder / "hand.ckpt"), max_epochs=9, callbacks=[resumed])
+    assert resumed.rates == whole.rates[20:]
+    assert len({*whole.rates}) > 2
 
 
 def stop_and_go_on(folder: Path, strategy: str) -> list[str]:
@@ -299,6 +336,7 @@ def stop_and_go_on(folder: Path, strategy: str) -> list[str]:
 def test_hooks_of_a_start_change_nothing_again_in_an_epoch_that_goes_on(pool: Pool, folder: Path) -> None:
     assert stop_and_go_on(folder / "one", "auto") == []
     assert pool.run(2, stop_and_go_on, folder / "two", "fsdp") == [[], []]
+    assert pool.run(2, stop_and_go_on, folder / "three", "zero") == [[], []]
 
 
 def fit_in_two_parts(folder: Path) -> list[Any]:

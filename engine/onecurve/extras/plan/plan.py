@@ -145,6 +145,8 @@ def begin_run(cfg: DictConfig, hardware: Hardware) -> tuple[Profile, Job, int]:
     with tempfile.TemporaryDirectory() as folder:
         own = on_one_process(cfg, folder, accumulate_grad_batches=1, **device)
         own.bit_exact = False
+        if hardware.tflops and own.trainer.precision in ("16-mixed", "16", 16):
+            own.trainer.precision = "bf16-mixed"  # with as many bytes, on this CPU
         if "recompute" in own.module:
             own.module.recompute = "none"  # the profile has both
         trainer, module, data = assemble(own)

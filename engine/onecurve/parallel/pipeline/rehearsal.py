@@ -64,7 +64,9 @@ def check_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> None:
         if not type(optimizer).__module__.startswith(_ELEMENTWISE):
             _warn_of_own_stages(f"{type(optimizer).__name__}.step")
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    numbers = [{key: one for key, one in group.items() if isinstance(one, int | float | Tensor)} for group in groups]
+    numbers = [
+        {key: float(one) for key, one in group.items() if isinstance(one, int | float | Tensor)} for group in groups
+    ]
     ranks = gather_objects((str(numbers), all("name" in group for group in groups)))
     if len({numbers for numbers, _ in ranks}) > 1 and not all(has_names for _, has_names in ranks):
         raise UserError(
@@ -80,8 +82,8 @@ def check_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> None:
 
 def _warn_of_own_stages(name: str) -> None:
     _log.warning(
-        "strategy=pipeline: %s sees the gradients of the stages of its own rank: a norm over them is not that of the "
-        "network; clip by trainer.gradient_clip_val",
+        "strategy=pipeline: %s sees the gradients of the stages of its own rank: if it uses a norm over them, that is "
+        "not the norm of the network; clip by trainer.gradient_clip_val",
         name,
     )
 

@@ -130,6 +130,11 @@ _SIZED = ("ddp", "sharded optimizer", "fsdp", "pipeline", "bits, ddp", "bits, fs
 SIZES = [(name, model) for name in _SIZED for model in ("resnet9", "vit")]
 
 
+def test_a_plan_for_a_gpu_takes_float16(folder: Path) -> None:
+    own = planned(compose(folder, *TASK, "model=mlp", "hardware=t4", "trainer.precision=16-mixed"), ["strategy=auto"])
+    assert own.estimate, own.reason
+
+
 def test_a_broadcast_is_sent_by_all_ranks_but_one() -> None:
     """Shards of an optimizer: an all-reduce of the gradients, and each rank's weights to the others."""
     assert Collective("all_reduce", 400, 4).sent == 600
