@@ -100,7 +100,7 @@ def has_gradient_hook(weight: Tensor) -> bool:
 
 
 def has_accumulation_hook(weight: Tensor) -> bool:
-    """Return whether a hook changes, or uses, the gradient of each backward pass once it is added to the others."""
+    """Return whether a weight has a hook of `register_post_accumulate_grad_hook`."""
     hooks: Any = weight
     return bool(hooks._post_accumulate_grad_hooks)
 

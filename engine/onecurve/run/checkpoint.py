@@ -138,9 +138,9 @@ class LateSaves(L.Callback):
 class _WholeSaves:
     """Lets what a ModelCheckpoint saves of a step have what follows in it: a validation, schedules, an epoch's end.
 
-    It saves at once, as what follows may fail, and once more when all has come. At the last step of an epoch its hook
-    of the validation waits for the end of the epoch; its `on_train_epoch_end` comes after those of the module and of
-    EarlyStopping.
+    It saves at once, as what follows may fail, and once more when all has come: also what it saves in a validation, if
+    the module has an `on_validation_end`, which comes later. At the last step of an epoch its hook of the validation
+    waits for the end of the epoch; its `on_train_epoch_end` comes after those of the module and of EarlyStopping.
     """
 
     def __init__(self, trainer: L.Trainer, saver: ModelCheckpoint) -> None:
