@@ -74,9 +74,9 @@ def check_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> None:
             'apart by their number: give each group a name, as {"params": ..., "name": "layer 0"}'
         )
     for callback in trainer.callbacks:
+        is_own = not type(callback).__module__.startswith(("onecurve.", "lightning."))
         for hook in _GRADIENT_HOOKS:
-            is_own = not type(callback).__module__.startswith(("onecurve.", "lightning."))
-            if is_own and getattr(type(callback), hook) is not getattr(L.Callback, hook):
+            if is_own and is_overridden(hook, callback):
                 _warn_of_own_stages(f"{type(callback).__name__}.{hook}")
 
 
