@@ -70,6 +70,8 @@ class ImageClassifier(Module):
         super().__init__()
         if tta is not None:
             check_choice("module.tta", tta, VIEWS)
+        if not 0 <= label_smoothing <= 1:
+            raise UserError(f"module.label_smoothing={label_smoothing}: give a fraction between 0 and 1")
         check_compile_mode("module.compile", compile)
         check_choice("module.recompute", recompute, ("none", "blocks"))
         if recompute == "blocks":

@@ -20,6 +20,7 @@ MODELS = [
     ("model=vit model.patch=5", "model.patch=5 .* 32 x 32"),
     ("model=vit model.heads=7", "model.heads=7 .* model.width=192"),
     ("module.tta=miror", "mirror"),
+    ("module.label_smoothing=2", "module.label_smoothing=2: give a fraction"),
     ("module.lr_scaling=liner", "module.lr_scaling=liner: did you mean linear"),
     ("callbacks=[default,whitening]", "no whitening layer"),
     ("callbacks=[default,samples] model=mlp", "callbacks.samples is for modules that generate images"),
