@@ -4,10 +4,11 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ParamSpec, cast
 
 import lightning as L
 import torch
@@ -63,7 +64,13 @@ from onecurve.run.training_loop import LoopChanges, patch_trainer
 
 _log = logging.getLogger(__name__)
 _FOLDER = "onecurve_logs"  # of a run without `default_root_dir`, beside Lightning's lightning_logs
+_Arguments = ParamSpec("_Arguments")
 _USERS_SEED = "PL_GLOBAL_SEED"  # the variable in which `lightning.seed_everything` keeps its seed
+
+
+def _typed_as(method: Callable[_Arguments, Any]) -> Callable[[Any], Callable[_Arguments, Any]]:
+    """Return a decorator that gives a method the signature and the help of another."""
+    return cast(Any, wraps(method))
 
 
 class Trainer(L.Trainer):
@@ -249,66 +256,37 @@ class Trainer(L.Trainer):
             super().fit(model, datamodule=data, ckpt_path=path, weights_only=weights_only)
         self.final_metrics |= self.callback_metrics
 
-    def validate(
-        self,
-        model: L.LightningModule | None = None,
-        dataloaders: Any = None,
-        ckpt_path: str | Path | None = None,
-        verbose: bool = True,
-        datamodule: L.LightningDataModule | None = None,
-        weights_only: bool | None = True,
-    ) -> Any:
-        options = {"weights_only": weights_only, "verbose": verbose}
-        return self._evaluate("validate", "val", model, dataloaders, datamodule, ckpt_path, options)
+    @_typed_as(L.Trainer.validate)
+    def validate(self, *args: Any, **options: Any) -> Any:
+        return self._evaluate("validate", "val", *args, **options)
 
-    def test(
-        self,
-        model: L.LightningModule | None = None,
-        dataloaders: Any = None,
-        ckpt_path: str | Path | None = None,
-        verbose: bool = True,
-        datamodule: L.LightningDataModule | None = None,
-        weights_only: bool | None = True,
-    ) -> Any:
-        options = {"weights_only": weights_only, "verbose": verbose}
-        return self._evaluate("test", "test", model, dataloaders, datamodule, ckpt_path, options)
+    @_typed_as(L.Trainer.test)
+    def test(self, *args: Any, **options: Any) -> Any:
+        return self._evaluate("test", "test", *args, **options)
 
-    def predict(
-        self,
-        model: L.LightningModule | None = None,
-        dataloaders: Any = None,
-        datamodule: L.LightningDataModule | None = None,
-        return_predictions: bool | None = None,
-        ckpt_path: str | Path | None = None,
-        weights_only: bool | None = True,
-    ) -> Any:
-        options = {"weights_only": weights_only, "return_predictions": return_predictions}
-        return self._evaluate("predict", "predict", model, dataloaders, datamodule, ckpt_path, options)
+    @_typed_as(L.Trainer.predict)
+    def predict(self, *args: Any, **options: Any) -> Any:
+        return self._evaluate("predict", "predict", *args, **options)
 
-    def _evaluate(
-        self,
-        stage: str,
-        name: str,
-        model: L.LightningModule | None,
-        dataloaders: Any,
-        datamodule: L.LightningDataModule | None,
-        ckpt_path: str | Path | None,
-        options: dict[str, Any],
-    ) -> Any:
+    def _evaluate(self, stage: str, name: str, *args: Any, **options: Any) -> Any:
         """Run a stage of Lightning: without a module and a checkpoint with the best one, if a callback keeps it."""
-        module = model or self.lightning_module
+        run = getattr(super(), stage)
+        given = inspect.signature(run).bind(*args, **options).arguments
+        module, ckpt_path = given.pop("model", None), given.pop("ckpt_path", None)
+        loaders, datamodule = {name: given.pop("dataloaders", None)}, given.pop("datamodule", None)
+        if module is None and ckpt_path is None and any(one.best_model_path for one in monitoring(self)):
+            ckpt_path = "best"
+        module = module or self.lightning_module
         if module is None:
             raise UserError(f"{stage}() has no module: give it one, or fit one before")
-        if model is None and ckpt_path is None and any(one.best_model_path for one in monitoring(self)):
-            ckpt_path = "best"
         path = find_checkpoint(self, ckpt_path)
         if ckpt_path and not path:
             raise CheckpointUserError(f"{stage}(ckpt_path='last'): {self._folder} has no checkpoint: fit first")
-        data = self._prepare(stage, module, {name: dataloaders}, datamodule, path)
+        data = self._prepare(stage, module, loaders, datamodule, path)
         if path and not self._is_script:  # which shows Lightning's own lines
             _log.info("%s: the weights of %s", stage, path)
         with self._interruptible(), translated_errors(path):
-            result = getattr(super(), stage)(module, datamodule=data, ckpt_path=path, **options)
+            result = run(module, datamodule=data, ckpt_path=path, **given)
         self.final_metrics |= self.callback_metrics
         return result
 
@@ -357,10 +335,11 @@ class Trainer(L.Trainer):
         ckpt_path: str | None,
     ) -> OrderedData:
         """Prepare the module, describe a run without a configuration, and return the data in its order."""
-        plain = next((one for one in loaders.values() if isinstance(one, L.LightningDataModule)), datamodule)
-        if datamodule is not None and any(loader is not None for loader in loaders.values()):
+        given = [one for one in loaders.values() if one is not None]
+        if given and datamodule is not None:
             raise UserError(f"{stage}() has both loaders and a DataModule: give one of them")
-        if plain is None and any(loader is not None for loader in loaders.values()):
+        plain = next((one for one in given if isinstance(one, L.LightningDataModule)), datamodule)
+        if plain is None and given:
             plain = GivenLoaders(loaders)
         if plain is None:
             plain = self._fitted if self._fitted is not None and stage != "fit" else ModuleData()
@@ -385,11 +364,9 @@ def _seed_generators(seed: int) -> Tensor | None:
 
 def _signature() -> inspect.Signature:
     """Return the arguments of this class together with those that it hands on to Lightning."""
-    own = dict(inspect.signature(Trainer.__init__).parameters)
-    inherited = dict(inspect.signature(L.Trainer.__init__).parameters)
-    names = {**inherited, **own}
-    kept = [names[name] for name in names if name not in ("self", "kwargs")]
-    return inspect.Signature([one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in kept])
+    names = {**inspect.signature(L.Trainer.__init__).parameters, **inspect.signature(Trainer.__init__).parameters}
+    kept = [one.replace(kind=one.KEYWORD_ONLY) for name, one in names.items() if name not in ("self", "kwargs")]
+    return inspect.Signature(kept)
 
 
 # A configuration is checked by it, and editors show it.
