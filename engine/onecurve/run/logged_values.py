@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,13 +32,14 @@ class LoggedValues(Results):
     maximum is a sum, which `MetricStates` would then take. `__setitem__` corrects both.
     (trainer/connectors/logger_connector/result.py, line 202; fabric/utilities/distributed.py, `_sync_ddp`)
 
-    Where `virtual` reduces the means of evaluation over virtual ranks, processes have the same values, and need not
-    synchronize them. Otherwise the ranks that share the samples do so.
+    Where `VirtualMetrics` reduces the means of evaluation over virtual ranks, processes have the same values, and need
+    not synchronize them. Otherwise the ranks that share the samples do so.
     """
 
-    def __init__(self, training: bool, dtype: torch.dtype, virtual: VirtualMetrics | None, trainer: L.Trainer) -> None:
+    def __init__(self, trainer: Any, training: bool) -> None:
         super().__init__(training)
-        self.dtype, self.virtual, self._trainer = dtype, virtual, trainer
+        self._trainer, self.virtual = trainer, trainer.virtual_metrics
+        self.dtype = torch.float64 if trainer.precision == "64-true" else torch.float32
         self._pass_log: PassLog | None = None
         self.rank_weight, self.samples = 1.0, 0  # of this rank's step: samples, also relative to the mean of the ranks
         self._warned = set[str]()
@@ -74,8 +74,7 @@ class LoggedValues(Results):
 
     def _warn_of_share(self, name: str, metric: Metric) -> None:
         """Warn once of a metric whose value of a step, as torchmetrics computes it, is that of this rank's samples."""
-        data: Any = cast(Any, self._trainer).datamodule
-        is_shared = data.parallel.dp_size > 1 and not self.virtual and not metric.dist_sync_on_step
+        is_shared = self._trainer.datamodule.parallel.dp_size > 1 and not self.virtual and not metric.dist_sync_on_step
         if is_shared and name not in self._warned:
             self._warned.add(name)
             _log.warning(
@@ -127,8 +126,6 @@ class LogPoints(LoggerConnector):
     (trainer/connectors/logger_connector/logger_connector.py, line 51; loops/evaluation_loop.py, line 385)
     """
 
-    virtual: VirtualMetrics | None
-
     @property
     def should_update_logs(self) -> bool:
         steps = steps_of_loggers(self.trainer)
@@ -141,5 +138,6 @@ class LogPoints(LoggerConnector):
 
     def epoch_end_reached(self) -> None:
         super().epoch_end_reached()
-        if self.virtual:
-            self.virtual.leave()
+        virtual = cast(Any, self.trainer).virtual_metrics
+        if virtual:
+            virtual.leave()

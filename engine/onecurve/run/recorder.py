@@ -99,7 +99,7 @@ class RunRecorder(L.Callback):
             _log.info(banner(trainer, pl_module, *facts))
         file = Path(self.config.run_dir) / CONFIG
         self._config_before = file.read_text() if file.is_file() and trainer.is_global_zero else None
-        self._start(trainer, pl_module, is_first_stage=True)
+        self._start(trainer, pl_module)
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger):
                 logger.cut(self._resumed_at)
@@ -119,15 +119,11 @@ class RunRecorder(L.Callback):
             with atomic_write(Path(self.config.run_dir) / CONFIG) as temporary:
                 temporary.write_text(self._config_before)
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.state.fn == "validate":  # not the validation of a fit
-            self._start(trainer, pl_module, is_first_stage=not self.config.fit)
+    def _start_evaluation(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn != "fit":  # the validation of a fit is a part of it
+            self._start(trainer, pl_module)
 
-    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._start(trainer, pl_module, is_first_stage=not self.config.fit)
-
-    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._start(trainer, pl_module, is_first_stage=not (self.config.fit or self.config.test))
+    on_validation_start = on_test_start = on_predict_start = _start_evaluation
 
     def _compare_numerics(self, now: dict[str, Any]) -> None:
         """Warn of what changes the last bits of a run that goes on."""
@@ -135,9 +131,9 @@ class RunRecorder(L.Callback):
         if changes:
             _log.warning("the run goes on with other bits than without the interruption: %s", ", ".join(changes))
 
-    def _start(self, trainer: L.Trainer, module: L.LightningModule, is_first_stage: bool) -> None:
+    def _start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Start the loggers in this process, log the configuration, and record the start of the run."""
-        data: Any = trainer.datamodule
+        data, stage = cast(Any, trainer.datamodule), trainer.state.fn
         trainer.loggers = [*start_loggers(self._loggers), *trainer.loggers]
         self._loggers = ()
         self._config_text = OmegaConf.to_yaml(self.config)
@@ -146,11 +142,12 @@ class RunRecorder(L.Callback):
         settings |= {VERSION_KEY: VERSION, "experiment": self._fingerprint, "numerics": numerics(module)}
         for logger in trainer.loggers:
             # An evaluation by a script leaves the configuration of the run in whose folder it is.
-            if trainer.state.fn == "fit" or not isinstance(logger, CSVLogger) or not logger.has_config:
+            if stage == "fit" or not isinstance(logger, CSVLogger) or not logger.has_config:
                 logger.log_hyperparams(settings)
         # A script may evaluate in the folder of a run that another process trains, whose events these are.
         is_of_run = self.config.fit or "run_id" in self.config.runtime
-        if is_first_stage and is_of_run and trainer.is_global_zero:
+        follows = stage != "fit" and (self.config.fit or (stage == "predict" and self.config.test))
+        if is_of_run and not follows and trainer.is_global_zero:
             self._record_start(trainer, module, settings)
 
     def _record_start(self, trainer: L.Trainer, module: L.LightningModule, settings: dict[str, Any]) -> None:

@@ -54,8 +54,7 @@ from onecurve.run.attributes import Attributes
 from onecurve.run.bit_exact import BitExactness
 from onecurve.run.checkpoint import LastCheckpoint, LateSaves, check_overwrites_nothing, find_checkpoint, monitoring
 from onecurve.run.known_errors import translated_errors
-from onecurve.run.metric_states import MetricStates, VirtualMetrics
-from onecurve.run.metric_sync import MetricSync
+from onecurve.run.metric_states import MetricStates, MetricSync, VirtualMetrics
 from onecurve.run.predictions import PredictedSamples
 from onecurve.run.recorder import RunRecorder
 from onecurve.run.script import describe_script
@@ -152,7 +151,7 @@ class Trainer(L.Trainer):
         plugins += [DoublePrecision()] if is_double else []
         own = self._with_last_checkpoint(named(callbacks), kwargs.pop("enable_checkpointing", None))
         check_callbacks_are_possible(own)
-        self._virtual = VirtualMetrics() if bit_exact else None
+        self.virtual_metrics = VirtualMetrics() if bit_exact else None
         loggers = as_list(None if isinstance(logger, bool) else logger)
         self._recorder = RunRecorder(config, loggers)
         super().__init__(
@@ -176,7 +175,7 @@ class Trainer(L.Trainer):
                 "deterministic": kwargs.get("deterministic") or needs_determinism or None,
             },
         )
-        patch_trainer(self, self._virtual)
+        patch_trainer(self)
         if isinstance(self.accelerator, CPUAccelerator):
             tune_malloc()
 
@@ -193,7 +192,6 @@ class Trainer(L.Trainer):
 
     def _all_callbacks(self, own: dict[str, L.Callback], folder: Path, timeout: float) -> list[L.Callback]:
         """Return the callbacks of every run around `own`, in the order in which Lightning calls their hooks."""
-        virtual = self._virtual
         normalize = [NormGroups()] if self.sync_batchnorm and not self.bit_exact else []
         return [
             BegunEpoch(),  # before a signal may save, at the first step
@@ -205,11 +203,11 @@ class Trainer(L.Trainer):
             self._recorder,
             ExactResumption(),
             Attributes(),
-            *([BitExactness(), virtual] if virtual else [BufferCheck(), DivisionCheck()]),
+            *([BitExactness(), self.virtual_metrics] if self.virtual_metrics else [BufferCheck(), DivisionCheck()]),
             ReplicaCheck(),
             GatheredWeightCheck(),
             MetricSync(),
-            MetricStates(virtual),  # after ExactResumption, which saves the position
+            MetricStates(),  # after ExactResumption, which saves the position
             UnsavedStateCheck(),
             RandomNumbers(self.seed),
             LoopChanges(),
