@@ -115,13 +115,11 @@ class VirtualMetrics(L.Callback):
         self._states[name] = dict(enumerate(states))
         set_states(metric, states[self._current])
 
-    def on_validation_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_test_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any, **__: Any) -> None:
         own = trainer.datamodule.division.own_virtual_ranks
         self.enter(own[batch_idx % len(own)])
 
-    on_test_batch_start = on_validation_batch_start
+    on_validation_batch_start = on_test_batch_start
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         for metric in self.metrics.values():
@@ -266,9 +264,8 @@ class MetricSync(L.Callback):
             return
         group = group_of_samples(trainer)
 
-        def synchronize(
-            metric: Metric, *_: Any, **__: Any
-        ) -> None:  # no partial, as a copy of a metric copies no group
+        # No partial, because a copy of a metric cannot copy a group.
+        def synchronize(metric: Metric, *_: Any, **__: Any) -> None:
             ranks = gather_objects(_on_cpu(states_of(metric)), group)
             set_states(metric, _combine(metric, ranks) | counts(metric))
 

@@ -33,7 +33,7 @@ from onecurve.parallel.gather import collectives_replaced
 from onecurve.parallel.virtual_ranks import VirtualRanks
 from onecurve.patches.lightning_loops import Closure, ClosureResult, Optimization, gradient_sync, results_of
 from onecurve.random.random_functions import RandomNumbers, sample_random
-from onecurve.run.pass_log import PassLog, have_equal_names
+from onecurve.run.logged_values import PassLog, have_equal_names
 
 LOGGED_COLUMNS = 64  # processes exchange tables with a multiple of so many columns, also if they log different values
 
