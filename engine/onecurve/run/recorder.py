@@ -97,8 +97,7 @@ class RunRecorder(L.Callback):
         for name, value in self._restored_metrics.items():
             trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
         if trainer.is_global_zero:  # before the loggers, which print lines of their own
-            facts = (self.config, self._fingerprint, self._num_parameters, self._resumed_at)
-            _log.info(banner(trainer, pl_module, *facts))
+            _log.info(self._banner(trainer, pl_module))
         file = Path(self.config.run_dir) / CONFIG
         self._config_before = file.read_text() if file.is_file() and trainer.is_global_zero else None
         self._start(trainer, pl_module)
@@ -161,7 +160,7 @@ class RunRecorder(L.Callback):
             self._resumed_at if config.fit else None,
             **{name: runtime[name] for name in ("command", "revision", "modified")},
             changes={name.lstrip("+~"): value or None for name, _, value in overrides},
-            strategy=runtime["strategy"] or strategy_name(config),
+            strategy=_strategy_name(config),
             world_size=trainer.world_size,
             hosts=trainer.num_nodes,
             experiment=self._fingerprint,
@@ -171,45 +170,34 @@ class RunRecorder(L.Callback):
             device=torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else module.device.type,
         )
 
+    def _banner(self, trainer: L.Trainer, module: L.LightningModule) -> str:
+        """Return the lines of the banner: what the run computes, on which hardware, and where its folder is."""
+        config, data = self.config, cast(Any, trainer.datamodule)
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        group = groups[0] if groups else {"lr": 0.0}  # `configure_optimizers` may return None
+        scaling = " after scaling" if getattr(module, "lr_scaling", "none") != "none" else ""
+        steps = "steps to the end of a stream" if data.last_step is None else f"{data.last_step} steps"
+        processes = f"{trainer.world_size} process{'es' * (trainer.world_size > 1)} on {module.device.type}"
+        layout = f" ({data.parallel.dp_size} data-parallel)" * (data.parallel.dp_size != trainer.world_size)
+        network = config.runtime.get("model") or type(module).__name__
+        facts = {
+            "changes": " ".join(config.runtime.changes),
+            "experiment": str(self._fingerprint),
+            "virtual ranks": f"{data.virtual_ranks}, computed {'one by one' if data.bit_exact else 'together'}",
+            "strategy": f"{_strategy_name(config)}, {processes}{layout}, {trainer.precision}",
+            "batch": _batch_size(data),
+            "data": data.description,
+            "learning rate": f"{group.get('initial_lr', group['lr']):g}{scaling}, {steps}{_left_out(data)}",
+            "network": f"{network}, {self._num_parameters:,} parameters",
+            "run folder": config.run_dir,
+        }
+        if config.ckpt_path:
+            facts["goes on from"] = f"{config.ckpt_path}, step {self._resumed_at}"
+        return _in_columns(facts)
+
     @property
     def _fingerprint(self) -> str | None:
         return self._experiment.fingerprint if self._experiment else None
-
-
-def banner(
-    trainer: L.Trainer, module: L.LightningModule, config: Any, fingerprint: str | None, parameters: int, step: int
-) -> str:
-    """Return the lines of the banner.
-
-    Args:
-        config: the resolved configuration.
-        fingerprint: that of the experiment.
-        parameters: number of parameters of the full network.
-        step: the optimizer step from which the run goes on.
-    """
-    data: Any = trainer.datamodule
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    group = groups[0] if groups else {"lr": 0.0}  # `configure_optimizers` may return None
-    scaling = " after scaling" if getattr(module, "lr_scaling", "none") != "none" else ""
-    steps = "steps to the end of a stream" if data.last_step is None else f"{data.last_step} steps"
-    processes = f"{trainer.world_size} process{'es' * (trainer.world_size > 1)} on {module.device.type}"
-    layout = f" ({data.parallel.dp_size} data-parallel)" * (data.parallel.dp_size != trainer.world_size)
-    strategy = config.runtime.strategy or strategy_name(config)
-    network = config.runtime.get("model") or type(module).__name__
-    facts = {
-        "changes": " ".join(config.runtime.changes),
-        "experiment": str(fingerprint),
-        "virtual ranks": f"{data.virtual_ranks}, computed {'one by one' if data.bit_exact else 'together'}",
-        "strategy": f"{strategy}, {processes}{layout}, {trainer.precision}",
-        "batch": _batch_size(data),
-        "data": data.description,
-        "learning rate": f"{group.get('initial_lr', group['lr']):g}{scaling}, {steps}{_left_out(data)}",
-        "network": f"{network}, {parameters:,} parameters",
-        "run folder": config.run_dir,
-    }
-    if config.ckpt_path:
-        facts["goes on from"] = f"{config.ckpt_path}, step {step}"
-    return _in_columns(facts)
 
 
 def _in_columns(facts: dict[str, str]) -> str:
@@ -229,9 +217,9 @@ def _in_columns(facts: dict[str, str]) -> str:
     return "\n".join(rows)
 
 
-def strategy_name(config: Any) -> str:
-    """Return the name of the strategy's class."""
-    return str(config.strategy._target_).rpartition(".")[2]
+def _strategy_name(config: Any) -> str:
+    """Return the name of the configured strategy, or that of its class."""
+    return config.runtime.strategy or str(config.strategy._target_).rpartition(".")[2]
 
 
 def _batch_size(data: Any) -> str:

@@ -41,15 +41,7 @@ from onecurve.process.signals import ended_here
 from onecurve.random.dropout import use_sample_dropout
 from onecurve.random.random_functions import RandomNumbers
 from onecurve.records.events import recorded_fit
-from onecurve.run.arguments import (
-    as_list,
-    check_arguments,
-    check_callbacks_are_possible,
-    check_precision,
-    check_search,
-    has_kind,
-    named,
-)
+from onecurve.run import arguments
 from onecurve.run.attributes import Attributes
 from onecurve.run.bit_exact import BitExactness
 from onecurve.run.checkpoint import LastCheckpoint, LateSaves, check_overwrites_nothing, find_checkpoint, monitoring
@@ -134,7 +126,7 @@ class Trainer(L.Trainer):
             shorten_user_errors(self, rank_zero_only.rank)
         self.seed = int(os.environ.get(_USERS_SEED) or 0) if seed is None else seed
         self.virtual_ranks = (4 if bit_exact else 1) if virtual_ranks is None else virtual_ranks
-        check_arguments(self.seed, self.virtual_ranks, bit_exact, kwargs)
+        arguments.check_arguments(self.seed, self.virtual_ranks, bit_exact, kwargs)
         self.bit_exact, self.accumulate, self.sync_batchnorm = bit_exact, accumulate_grad_batches, sync_batchnorm
         # OrderedData applies these limits, because Lightning would count micro-batches.
         self.limits = {name: kwargs.pop(f"limit_{name}_batches", None) for name in ("train", "val", "test", "predict")}
@@ -147,12 +139,12 @@ class Trainer(L.Trainer):
         accelerator, devices = resolve_devices(accelerator, devices)
         needs_determinism = bit_exact and accelerator != "cpu"
         is_double = kwargs.get("precision") == "64-true"  # Lightning accepts this name with some strategies only
-        plugins: list[Any] = [AtomicCheckpointIO(), *as_list(kwargs.pop("plugins", None))]
+        plugins: list[Any] = [AtomicCheckpointIO(), *arguments.as_list(kwargs.pop("plugins", None))]
         plugins += [DoublePrecision()] if is_double else []
-        own = self._with_last_checkpoint(named(callbacks), kwargs.pop("enable_checkpointing", None))
-        check_callbacks_are_possible(own)
+        own = self._with_last_checkpoint(arguments.named(callbacks), kwargs.pop("enable_checkpointing", None))
+        arguments.check_callbacks_are_possible(own)
         self.virtual_metrics = VirtualMetrics() if bit_exact else None
-        loggers = as_list(None if isinstance(logger, bool) else logger)
+        loggers = arguments.as_list(None if isinstance(logger, bool) else logger)
         self._recorder = RunRecorder(config, loggers)
         super().__init__(
             strategy=resolve_strategy(strategy, devices, kwargs.get("num_nodes", 1)),
@@ -162,7 +154,7 @@ class Trainer(L.Trainer):
             logger=CSVLogger(folder),  # RunRecorder puts the others before it, when it starts them
             plugins=plugins,
             default_root_dir=folder,
-            enable_checkpointing=has_kind(own, Checkpoint),
+            enable_checkpointing=arguments.has_kind(own, Checkpoint),
             accumulate_grad_batches=1,  # a batch of Lightning is an optimizer step: onecurve/run/step.py
             # OrderedData divides the data itself; Lightning's wrapper would shuffle it again.
             use_distributed_sampler=False,
@@ -182,8 +174,8 @@ class Trainer(L.Trainer):
     def _with_last_checkpoint(self, own: dict[str, L.Callback], is_wanted: bool | None) -> dict[str, L.Callback]:
         """Return the given callbacks, with one that saves the last state, behind the others, whose state it saves."""
         folder = str(self._folder / CHECKPOINTS)
-        needed = LastCheckpoint if self._is_script else Checkpoint  # the template chooses its own
-        if is_wanted is not False and not has_kind(own, needed):
+        # The template chooses its own.
+        if self._is_script and is_wanted is not False and not arguments.has_kind(own, LastCheckpoint):
             own["checkpoint"] = LastCheckpoint(folder)
         for one in own.values():
             if isinstance(one, ModelCheckpoint) and one.dirpath is None:
@@ -235,14 +227,14 @@ class Trainer(L.Trainer):
         Raises:
             UserError: if the folder holds a run, which this one does not continue.
         """
-        check_precision(self._arguments.get("precision"), self.accelerator)
+        arguments.check_precision(self._arguments.get("precision"), self.accelerator)
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
         path = find_checkpoint(self, ckpt_path)
         if path:  # which has the learning rate; the search would train a continued run from its first step
             callbacks = cast(Any, self).callbacks
             self.callbacks = [one for one in callbacks if type(one) is not LearningRateFinder]
         else:
-            check_search(self)
+            arguments.check_search(self)
         if self._is_script and ckpt_path not in ("last", "best"):
             check_overwrites_nothing(self, path)
         self._recorder.begin()
@@ -322,7 +314,7 @@ class Trainer(L.Trainer):
         check_division(self, module)
         check_can_train(self.strategy, module)
         check_callbacks(self)
-        check_callbacks_are_possible(named(module.configure_callbacks()))
+        arguments.check_callbacks_are_possible(arguments.named(module.configure_callbacks()))
 
     def _prepare(
         self,
