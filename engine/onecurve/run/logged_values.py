@@ -100,6 +100,12 @@ def have_equal_names(table: Tensor) -> Tensor:
     return (table[:, 1] == table[0, 1]).all()
 
 
+def _reduction(options: dict[str, Any]) -> str:
+    """Return the name of what reduces a logged value, which is a function of torch, or its name."""
+    function = options["reduce_fx"]
+    return str(getattr(function, "__name__", function)).lower()
+
+
 class _Logged:
     """What the passes log under one name."""
 
@@ -132,8 +138,7 @@ class _Logged:
         return reduced.to(self.value.device, dtype)
 
     def _reduce(self, values: Tensor, weights: Tensor) -> Tensor:
-        function = self.options["reduce_fx"]  # of torch, or its name
-        name = getattr(function, "__name__", function).lower()
+        name = _reduction(self.options)
         if name == "sum":
             return values.sum()
         if name == "max":
@@ -194,8 +199,11 @@ class LoggedValues(Results):
             self._warn_of_share(name, value)
         if self.virtual:
             _check_virtual(self.virtual, name, value, options, self.training)
-        if self.rank_weight != 1 and isinstance(value, Tensor) and options["sync_dist"]:
-            value, options = self._weighted(value, options)
+        is_mean = _reduction(options) == "mean"
+        if self.rank_weight != 1 and is_mean and isinstance(value, Tensor) and options["sync_dist"]:
+            # Lightning takes the mean over the ranks, which are unequal: in an epoch it shall be that over the samples.
+            size = (options["batch_size"] or self.samples) / self.rank_weight
+            value, options = value * self.rank_weight, options | {"batch_size": size}
         if options["sync_dist"] and options["sync_dist_group"] is None:  # a sum counts each sample once
             options = options | {"sync_dist_group": group}
         super().log(fx, name, value, **options | {"sync_dist": options["sync_dist"] and not self.virtual})
@@ -210,14 +218,6 @@ class LoggedValues(Results):
                 "log it with on_step=False, or set bit_exact=true",
                 name,
             )
-
-    def _weighted(self, value: Tensor, options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """Weight a value of unequal ranks, whose mean Lightning takes: in a step their mean, in an epoch by samples."""
-        if getattr(options["reduce_fx"], "__name__", options["reduce_fx"]) != "mean":
-            return value, options
-        return value * self.rank_weight, options | {
-            "batch_size": (options["batch_size"] or self.samples) / self.rank_weight
-        }
 
     def __setitem__(self, name: str, result: LoggedMean) -> None:
         super().__setitem__(name, result)

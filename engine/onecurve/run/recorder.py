@@ -204,15 +204,9 @@ def _in_columns(facts: dict[str, str]) -> str:
     """Return a line for each fact, of 80 columns; the changes take up to three, and a path is not broken."""
     width, rows = max(map(len, facts)), []
     for name, value in facts.items():
-        lines = [value]
-        if name not in _PATHS:
-            lines = textwrap.wrap(
-                value,
-                _COLUMNS - width - 4,
-                max_lines=_CHANGES_LINES if name == "changes" else 1,
-                placeholder=" ...",
-                break_on_hyphens=False,
-            )
+        count = _CHANGES_LINES if name == "changes" else 1
+        options: dict[str, Any] = {"max_lines": count, "placeholder": " ...", "break_on_hyphens": False}
+        lines = [value] if name in _PATHS else textwrap.wrap(value, _COLUMNS - width - 4, **options)
         rows += [f"  {label:<{width}}  {line}" for label, line in zip([name, "", ""], lines, strict=False)]
     return "\n".join(rows)
 

@@ -12,7 +12,7 @@ from onecurve.targets import default_options
 
 _PLAIN = (bool, int, float, str, type(None))
 _NOT_PLAIN = object()
-_NOT_COMPOSED = {"overrides": [], "changes": [], "revision": None, "modified": False, "strategy": None}
+_NOT_COMPOSED: dict[str, Any] = {"overrides": [], "changes": [], "revision": None, "modified": False, "strategy": None}
 # Callbacks that change what is trained, or for how long; others observe.
 _TRAINING = (
     *(callbacks.EarlyStopping, callbacks.LearningRateFinder, callbacks.BaseFinetuning, callbacks.ModelPruning),
