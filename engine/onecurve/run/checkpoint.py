@@ -98,85 +98,72 @@ class LateSaves(L.Callback):
     before a ReduceLROnPlateau of each step, and at the last step of an epoch before the hooks of the epoch's end
     (loops/training_epoch_loop.py, `advance` and `on_advance_end`; loops/fit_loop.py, `on_advance_end`). A run that goes
     on begins with the next step, and would lack what comes after.
-    """
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-        self._saves = [_WholeSaves(trainer, saver) for saver in savers]
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        for each in self._saves:
-            each.end_step()
-
-    def teardown(self, *_: Any, **__: Any) -> None:
-        for each in vars(self).pop("_saves", []):
-            each.restore_hooks()
-
-    on_train_end = on_exception = teardown
-
-
-class _WholeSaves:
-    """Lets what a ModelCheckpoint saves of a step have what follows in it: the module's hooks, a validation, schedules.
 
     It saves at once, as what follows may fail, and once more when all has come. At the last step of an epoch its hook
     of the validation waits for the end of the epoch; its `on_train_epoch_end` comes after those of the module and of
     EarlyStopping.
     """
 
-    def __init__(self, trainer: L.Trainer, saver: ModelCheckpoint) -> None:
-        self.trainer, self.saver = trainer, saver
-        self._hooks = {
-            "on_train_batch_end": partial(self._save_now, saver.on_train_batch_end),
-            "on_validation_end": partial(self._validate, saver.on_validation_end),
-            "on_train_epoch_end": partial(self._end_epoch, saver.on_train_epoch_end),
-        }
-        vars(saver).update(self._hooks)
-        module, configs = trainer.lightning_module, trainer.lr_scheduler_configs
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        configs = trainer.lr_scheduler_configs
         has_plateau = any(config.reduce_on_plateau and config.interval == "step" for config in configs)
-        hooks = ("on_train_batch_end", "on_validation_end")  # of the module, which come after those of callbacks
-        self._is_followed = has_plateau or any(is_overridden(hook, module) for hook in hooks)
-        self._incomplete: dict[Any, Callable[[], None]] = {}  # files of this step, and what writes them again
+        last = ("on_train_batch_end", "on_validation_end")  # hooks of the module, which come after those of callbacks
+        self._is_followed = has_plateau or any(is_overridden(hook, pl_module) for hook in last)
+        self._incomplete: dict[Any, tuple[ModelCheckpoint, Callable[[], None]]] = {}  # files, and what writes them
         self._waiting: list[Callable[[], None]] = []
+        self._hooks = {
+            "on_train_batch_end": self._save_now,
+            "on_validation_end": self._validate,
+            "on_train_epoch_end": self._end_epoch,
+        }
+        for saver in trainer.checkpoint_callbacks:
+            if isinstance(saver, ModelCheckpoint):
+                for name, hook in self._hooks.items():
+                    vars(saver)[name] = partial(hook, saver, getattr(saver, name))
 
-    def restore_hooks(self) -> None:
-        for hook in self._hooks:
-            vars(self.saver).pop(hook, None)
+    def teardown(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        for saver in trainer.checkpoint_callbacks:
+            for name in vars(self).get("_hooks", ()):
+                vars(saver).pop(name, None)
 
-    def _save_now(self, hook: Callable[..., None], *args: Any) -> None:
-        save = self.trainer.save_checkpoint
+    on_train_end = on_exception = teardown
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        """Save again what lacks something that came later in the step before."""
+        if self._is_followed:
+            self._save_again(trainer)
+        self._incomplete.clear()
+
+    def _save_now(self, saver: ModelCheckpoint, hook: Callable[..., None], trainer: L.Trainer, *args: Any) -> None:
+        save = trainer.save_checkpoint
 
         def save_and_keep(file: Any, *options: Any, **named: Any) -> None:
             save(file, *options, **named)
-            self._incomplete[file] = partial(save, file, *options, **named)
+            self._incomplete[file] = (saver, partial(save, file, *options, **named))
 
-        with mock.patch.object(self.trainer, "save_checkpoint", save_and_keep):
-            hook(*args)
+        with mock.patch.object(trainer, "save_checkpoint", save_and_keep):
+            hook(trainer, *args)
 
-    def _validate(self, hook: Callable[..., None], *args: Any) -> None:
-        if self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            self._waiting.append(partial(hook, *args))
+    def _validate(self, saver: ModelCheckpoint, hook: Callable[..., None], trainer: L.Trainer, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self._waiting.append(partial(hook, trainer, *args))
         elif self._is_followed:
-            self._save_now(hook, *args)
+            self._save_now(saver, hook, trainer, *args)
         else:
-            self._save_again()
-            hook(*args)
+            self._save_again(trainer)
+            hook(trainer, *args)
 
-    def end_step(self) -> None:
-        """Save again what lacks something that came later in the step. Every rank must call it."""
-        if self._is_followed:
-            self._save_again()
-        self._incomplete.clear()
-
-    def _end_epoch(self, hook: Callable[..., None], *args: Any) -> None:
+    def _end_epoch(self, _: ModelCheckpoint, hook: Callable[..., None], trainer: L.Trainer, *args: Any) -> None:
         for of_validation in self._waiting:
             of_validation()
         self._waiting.clear()
-        self._save_again()
-        hook(*args)
+        self._save_again(trainer)
+        hook(trainer, *args)
 
-    def _save_again(self) -> None:
-        for file, save in self._incomplete.items():
-            if self.saver.file_exists(file, self.trainer):  # a better one may have replaced it
+    def _save_again(self, trainer: L.Trainer) -> None:
+        """Write the files of a step once more. Every rank must call it."""
+        for file, (saver, save) in self._incomplete.items():
+            if saver.file_exists(file, trainer):  # a better one may have replaced it
                 save()
         self._incomplete.clear()
 
