@@ -127,7 +127,5 @@ def _stack(samples: list[Any]) -> Any:
         return {name: _stack([sample[name] for sample in samples]) for name in first}
     if isinstance(first, tuple):
         return tuple(_stack(list(values)) for values in zip(*samples, strict=True))
-    is_table = isinstance(first, Tensor) and all(
-        isinstance(one, Tensor) and one.shape == first.shape for one in samples
-    )
-    return torch.stack(samples) if is_table else samples
+    has_one_shape = len({getattr(one, "shape", None) for one in samples}) == 1
+    return torch.stack(samples) if isinstance(first, Tensor) and has_one_shape else samples
