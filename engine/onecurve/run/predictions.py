@@ -96,7 +96,7 @@ def _in_order(batches: list[tuple[Tensor, Any]]) -> dict[str, Any]:
     samples: dict[int, Any] = {}  # by position; the ranks of a pipeline have predicted the same samples
     for positions, outputs in batches:
         for number, position in enumerate(positions.tolist()):
-            samples[position] = _sample(outputs, number, len(positions))
+            samples.setdefault(position, _sample(outputs, number, len(positions)))
     samples.pop(-1, None)  # padding
     index = sorted(samples)
     return {"sample_index": torch.tensor(index), "predictions": _stack([samples[position] for position in index])}
