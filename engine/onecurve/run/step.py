@@ -32,7 +32,7 @@ from onecurve.parallel.batch_norm import grouped_norms
 from onecurve.parallel.gather import collectives_replaced
 from onecurve.parallel.virtual_ranks import VirtualRanks
 from onecurve.patches.lightning_loops import Closure, ClosureResult, Optimization, gradient_sync, results_of
-from onecurve.random.random_functions import RandomNumbers, sample_random
+from onecurve.random.random_functions import sample_random
 from onecurve.run.logged_values import PassLog, have_equal_names
 
 LOGGED_COLUMNS = 64  # processes exchange tables with a multiple of so many columns, also if they log different values
@@ -141,7 +141,7 @@ class _MicroBatchPasses:
                 stack.enter_context(isolate_rng(include_cuda=False))
             stack.enter_context(gradient_sync(self.trainer.strategy, block=not is_last))
             self.trainer.datamodule.begin_part(part)
-            _random_numbers(self.trainer).begin_part(self.trainer)
+            self.trainer.random_numbers.begin_part(self.trainer)
             yield
             sample_random.check()
 
@@ -155,7 +155,7 @@ class _VirtualRankPasses:
 
     def __init__(self, trainer: Any, step: int) -> None:
         self.trainer, self.step = trainer, step
-        self.random, self.metrics = _random_numbers(trainer), trainer.virtual_metrics
+        self.random, self.metrics = trainer.random_numbers, trainer.virtual_metrics
         self.virtual = getattr(trainer.strategy, "virtual_rank_passes", VirtualRanks)(trainer)
         self.virtual.begin(trainer.datamodule.parts, step, self._begin_part)
 
@@ -186,10 +186,6 @@ class _VirtualRankPasses:
         self.trainer.datamodule.begin_part(part)
         self.metrics.enter(virtual_rank)
         self.random.begin_virtual_rank(self.trainer, self.step, virtual_rank)
-
-
-def _random_numbers(trainer: Any) -> RandomNumbers:
-    return next(callback for callback in trainer.callbacks if isinstance(callback, RandomNumbers))
 
 
 def without_collectives(strategy: Any) -> Any:

@@ -143,7 +143,8 @@ class Trainer(L.Trainer):
         plugins += [DoublePrecision()] if is_double else []
         own = self._with_last_checkpoint(arguments.named(callbacks), kwargs.pop("enable_checkpointing", None))
         arguments.check_callbacks_are_possible(own)
-        self.virtual_metrics = VirtualMetrics() if bit_exact else None
+        # Callbacks that begin each part of a step: run/step.py.
+        self.random_numbers, self.virtual_metrics = RandomNumbers(self.seed), VirtualMetrics() if bit_exact else None
         loggers = arguments.as_list(None if isinstance(logger, bool) else logger)
         self._recorder = RunRecorder(config, loggers)
         super().__init__(
@@ -201,7 +202,7 @@ class Trainer(L.Trainer):
             MetricSync(),
             MetricStates(),  # after ExactResumption, which saves the position
             UnsavedStateCheck(),
-            RandomNumbers(self.seed),
+            self.random_numbers,
             LoopChanges(),
             ScheduleCheck(),
             PredictedSamples(),
