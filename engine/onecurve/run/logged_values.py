@@ -199,8 +199,8 @@ class LoggedValues(Results):
             self._warn_of_share(name, value)
         if self.virtual:
             _check_virtual(self.virtual, name, value, options, self.training)
-        is_mean = _reduction(options) == "mean"
-        if self.rank_weight != 1 and is_mean and isinstance(value, Tensor) and options["sync_dist"]:
+        is_reduced = isinstance(value, Tensor) and options["sync_dist"]
+        if self.rank_weight != 1 and is_reduced and _reduction(options) == "mean":
             # Lightning takes the mean over the ranks, which are unequal: in an epoch it shall be that over the samples.
             size = (options["batch_size"] or self.samples) / self.rank_weight
             value, options = value * self.rank_weight, options | {"batch_size": size}
