@@ -98,105 +98,74 @@ class LateSaves(L.Callback):
     before a ReduceLROnPlateau of each step, and at the last step of an epoch before the hooks of the epoch's end
     (loops/training_epoch_loop.py, `advance` and `on_advance_end`; loops/fit_loop.py, `on_advance_end`). A run that goes
     on begins with the next step, and would lack what comes after.
+
+    It saves at once, as what follows may fail, and once more when all has come. At the last step of an epoch its hook
+    of the validation waits for the end of the epoch; its `on_train_epoch_end` comes after those of the module and of
+    EarlyStopping.
     """
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._replaced: list[tuple[dict[str, Any], str]] = []  # attributes of an object, and the name of a hook
-        savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-        self._saves = [_WholeSaves(trainer, saver) for saver in savers]
-        for each in self._saves:
-            for hook, replacement in each.hooks.items():
-                self._replace(each.saver, hook, replacement)
-        if not (savers and is_overridden("on_train_batch_end", pl_module)):
-            return
-        of_module, saves = pl_module.on_train_batch_end, [one.on_train_batch_end for one in savers]
+        configs = trainer.lr_scheduler_configs
+        has_plateau = any(config.reduce_on_plateau and config.interval == "step" for config in configs)
+        last = ("on_train_batch_end", "on_validation_end")  # hooks of the module, which come after those of callbacks
+        self._is_followed = has_plateau or any(is_overridden(hook, pl_module) for hook in last)
+        self._incomplete: dict[Any, tuple[ModelCheckpoint, Callable[[], None]]] = {}  # files, and what writes them
+        self._waiting: list[Callable[[], None]] = []
+        self._hooks = {
+            "on_train_batch_end": self._save_now,
+            "on_validation_end": self._validate,
+            "on_train_epoch_end": self._end_epoch,
+        }
+        for saver in trainer.checkpoint_callbacks:
+            if isinstance(saver, ModelCheckpoint):
+                for name, hook in self._hooks.items():
+                    vars(saver)[name] = partial(hook, saver, getattr(saver, name))
 
-        def module_then_saves(outputs: Any, batch: Any, batch_idx: int) -> None:
-            of_module(outputs, batch, batch_idx)
-            for save in saves:
-                save(trainer, pl_module, outputs, batch, batch_idx)
-
-        for saver in savers:  # Lightning calls no hook that is not callable
-            self._replace(saver, "on_train_batch_end", None)
-        self._replace(pl_module, "on_train_batch_end", module_then_saves)
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        for each in self._saves:
-            each.end_step()
-
-    def _replace(self, owner: Any, hook: str, replacement: Any) -> None:
-        vars(owner)[hook] = replacement
-        self._replaced.append((vars(owner), hook))
-
-    def teardown(self, *_: Any, **__: Any) -> None:
-        for attributes, hook in vars(self).pop("_replaced", []):
-            attributes.pop(hook, None)
+    def teardown(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        for saver in trainer.checkpoint_callbacks:
+            for name in vars(self).get("_hooks", ()):
+                vars(saver).pop(name, None)
 
     on_train_end = on_exception = teardown
 
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        """Save again what lacks something that came later in the step before."""
+        if self._is_followed:
+            self._save_again(trainer)
+        self._incomplete.clear()
 
-class _WholeSaves:
-    """Lets what a ModelCheckpoint saves of a step have what follows in it: a validation, schedules, an epoch's end.
-
-    It saves at once, as what follows may fail, and once more when all has come: also what it saves in a validation, if
-    the module has an `on_validation_end`, which comes later. At the last step of an epoch its hook of the validation
-    waits for the end of the epoch; its `on_train_epoch_end` comes after those of the module and of EarlyStopping.
-    """
-
-    def __init__(self, trainer: L.Trainer, saver: ModelCheckpoint) -> None:
-        self.trainer, self.saver = trainer, saver
-        self.hooks = {
-            "on_train_batch_end": partial(self._save_now, saver.on_train_batch_end),
-            "on_validation_end": partial(self._validate, saver.on_validation_end),
-            "on_train_epoch_end": partial(self._end_epoch, saver.on_train_epoch_end),
-        }
-        configs = trainer.lr_scheduler_configs
-        self._has_plateau = any(config.reduce_on_plateau and config.interval == "step" for config in configs)
-        self._module_ends_validation = is_overridden("on_validation_end", trainer.lightning_module)
-        self._incomplete: dict[Any, Callable[[], None]] = {}  # files of this step, and what writes them again
-        self._has_validated = False
-        self._waiting: list[Callable[[], None]] = []
-
-    def _save_now(self, hook: Callable[..., None], *args: Any) -> None:
-        save = self.trainer.save_checkpoint
+    def _save_now(self, saver: ModelCheckpoint, hook: Callable[..., None], trainer: L.Trainer, *args: Any) -> None:
+        save = trainer.save_checkpoint
 
         def save_and_keep(file: Any, *options: Any, **named: Any) -> None:
             save(file, *options, **named)
-            self._incomplete[file] = partial(save, file, *options, **named)
+            self._incomplete[file] = (saver, partial(save, file, *options, **named))
 
-        with mock.patch.object(self.trainer, "save_checkpoint", save_and_keep):
-            hook(*args)
+        with mock.patch.object(trainer, "save_checkpoint", save_and_keep):
+            hook(trainer, *args)
 
-    def _validate(self, hook: Callable[..., None], *args: Any) -> None:
-        if self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            self._waiting.append(partial(hook, *args))
+    def _validate(self, saver: ModelCheckpoint, hook: Callable[..., None], trainer: L.Trainer, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self._waiting.append(partial(hook, trainer, *args))
+        elif self._is_followed:
+            self._save_now(saver, hook, trainer, *args)
         else:
-            self._has_validated = True
-            is_followed = self._has_plateau or self._module_ends_validation
-            if is_followed:
-                self._save_now(hook, *args)
-            else:
-                hook(*args)
+            self._save_again(trainer)
+            hook(trainer, *args)
 
-    def end_step(self) -> None:
-        """Save again what lacks something that came later in the step. Every rank must call it."""
-        if self._has_validated or self._has_plateau:
-            self._save_again()
-        self._incomplete.clear()
-        self._has_validated = False
-
-    def _end_epoch(self, hook: Callable[..., None], *args: Any) -> None:
+    def _end_epoch(self, _: ModelCheckpoint, hook: Callable[..., None], trainer: L.Trainer, *args: Any) -> None:
         for of_validation in self._waiting:
             of_validation()
-        self._save_again()
         self._waiting.clear()
-        self._incomplete.clear()
-        hook(*args)
+        self._save_again(trainer)
+        hook(trainer, *args)
 
-    def _save_again(self) -> None:
-        for file, save in self._incomplete.items():
-            if self.saver.file_exists(file, self.trainer):  # a better one may have replaced it
+    def _save_again(self, trainer: L.Trainer) -> None:
+        """Write the files of a step once more. Every rank must call it."""
+        for file, (saver, save) in self._incomplete.items():
+            if saver.file_exists(file, trainer):  # a better one may have replaced it
                 save()
+        self._incomplete.clear()
 
 
 def monitoring(trainer: L.Trainer) -> list[Any]:

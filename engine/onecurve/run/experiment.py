@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -19,6 +19,7 @@ from onecurve.observe.wandb import wandb_ends
 from onecurve.patches.lightning_loops import steps_of_loggers
 from onecurve.records.events import append_event
 from onecurve.run.arguments import REFUSED
+from onecurve.run.checkpoint import monitoring
 from onecurve.run.known_errors import translated_errors
 from onecurve.run.predictions import PredictionWriter
 from onecurve.run.trainer import Trainer
@@ -109,13 +110,11 @@ def build_trainer(cfg: DictConfig) -> Trainer:
             timeout=cfg.launch.timeout,
             # Without a bar among the callbacks, Lightning would add its own.
             enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks.values()),
-            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks.values()),
         )
     except (MisconfigurationException, ValueError) as error:
         message = " ".join(str(error).split())
         raise UserError(f"an option of `trainer`, `strategy` or `callbacks` is invalid: {message}") from error
-    keeps_best = any(getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks)
-    if cfg.fit and cfg.test == "best" and not keeps_best:
+    if cfg.fit and cfg.test == "best" and not monitoring(trainer):
         raise UserError("test=best: this run keeps no best checkpoint: add callbacks.best, or set test=true")
     return trainer
 

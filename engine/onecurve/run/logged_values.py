@@ -1,15 +1,17 @@
 """What `self.log` of a module becomes: values that count the samples of each rank, and are logged at log points.
 
-`patch_trainer` of `onecurve/run/training_loop.py` gives a trainer both classes.
+`patch_trainer` of `onecurve/run/training_loop.py` gives a trainer `LoggedValues` and `LogPoints`. A step of several
+parts logs to a `PassLog` first (`onecurve/run/step.py`).
 """
 
 import logging
 import math
+import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,12 +20,142 @@ from torchmetrics import Metric
 from onecurve.errors import UserError
 from onecurve.observe.steps import is_log_point
 from onecurve.parallel.gather import gather_objects, group_of_samples
-from onecurve.patches.lightning_loops import LoggedMean, LoggerConnector, Results, steps_of_loggers
-from onecurve.patches.torchmetrics import default_states, reductions
+from onecurve.patches.lightning_loops import NO_SYNC, LoggedMean, LoggerConnector, Results, steps_of_loggers
+from onecurve.patches.torchmetrics import default_states, reductions, set_step_value, step_value
 from onecurve.run.metric_states import VirtualMetrics
-from onecurve.run.pass_log import PassLog
 
 _log = logging.getLogger(__name__)
+_FIRST_COLUMNS = 2  # of the table of a `PassLog`: the loss of a pass, and a hash of the names that it logs
+
+
+class PassLog:
+    """Gathers what `training_step` logs in each pass, and logs the mean, sum, maximum or minimum of the passes.
+
+    A metric object is logged once; its value of the step is the mean over the passes. The values are in a table on
+    `device` with a row for each pass, which processes can exchange.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.dtype = device, torch.float32 if device.type == "mps" else torch.float64
+        self._logged: dict[tuple[str, str, int], _Logged] = {}
+        self._calls = Counter[tuple[str, str]]()  # of the current pass
+        self._hashes: list[int] = []
+        self._losses: list[Tensor | None] = []
+
+    def add(self, fx: str, name: str, value: Any, options: dict[str, Any]) -> None:
+        """Keep a value that the hook `fx` logs in this pass; `options` are the other arguments of Lightning's log."""
+        key = (fx, name, self._calls[fx, name])
+        self._calls[fx, name] += 1
+        self._logged.setdefault(key, _Logged()).add(len(self._losses), value, options)
+
+    def end_pass(self, loss: Tensor | None) -> None:
+        content = repr((sorted(self._calls.items()), loss is None))
+        self._hashes.append(zlib.crc32(content.encode()) & 0xFFFFFF)  # float32 represents it
+        self._losses.append(loss)
+        self._calls.clear()
+
+    def rows(self) -> Tensor:
+        """Return the rows of these passes: the loss, the hash, and the value and the weight of each name."""
+        rows = []
+        for number, (names, loss) in enumerate(zip(self._hashes, self._losses, strict=True)):
+            cells = [0.0 if loss is None else loss, names]
+            for _, logged in sorted(self._logged.items()):  # by unique names: in one order on all processes
+                cells += logged.cells(number)
+            rows.append(torch.stack([self._to_cell(value) for value in cells]))
+        return torch.stack(rows)
+
+    def _to_cell(self, value: Any) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.detach().to(self.device, self.dtype).view(())
+        return torch.full((), value, dtype=self.dtype, device=self.device)  # without a transfer
+
+    def log(self, results: Any, table: Tensor, is_complete: bool) -> None:
+        """Log the values of a table, of which `rows` are a part.
+
+        Args:
+            results: Lightning's collection of logged values.
+            table: a row for each pass, with at least the columns of `rows`.
+            is_complete: whether the table has the passes of all processes.
+        """
+        columns = table[:, _FIRST_COLUMNS:].T
+        for number, ((fx, name, _), logged) in enumerate(sorted(self._logged.items())):
+            values, weights = columns[2 * number : 2 * number + 2]
+            results.log(fx, name, logged.of_step(values, weights), **logged.arguments(weights, is_complete))
+
+    def mean_loss(self, table: Tensor) -> Tensor | None:
+        """Return the mean loss of the passes, or None if `training_step` returned None."""
+        losses = [loss for loss in self._losses if loss is not None]
+        if not losses:
+            return None
+        if len(losses) < len(self._losses):
+            raise UserError(
+                "training_step returns None for some micro-batches of a step, which cannot be skipped in part: return "
+                "None for none of them, or set trainer.accumulate_grad_batches=1"
+            )
+        return table[:, 0].mean().to(losses[0].dtype)
+
+
+def have_equal_names(table: Tensor) -> Tensor:
+    """Return whether all passes have logged the same names, and all or none of them a loss: a bool on the device."""
+    return (table[:, 1] == table[0, 1]).all()
+
+
+def _reduction(options: dict[str, Any]) -> str:
+    """Return the name of what reduces a logged value, which is a function of torch, or its name."""
+    function = options["reduce_fx"]
+    return str(getattr(function, "__name__", function)).lower()
+
+
+class _Logged:
+    """What the passes log under one name."""
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+        self.value: Any = None  # of the last pass
+        self.is_scalar = False
+        self.of_passes: dict[int, tuple[Any, int | None]] = {}  # the value and the number of samples
+
+    def add(self, number: int, value: Any, options: dict[str, Any]) -> None:
+        self.options, self.value = options, value
+        of_pass: Any = step_value(value) if isinstance(value, Metric) else value
+        self.is_scalar = isinstance(of_pass, Tensor) and of_pass.numel() == 1
+        # The next replay of a CUDA graph overwrites its output.
+        self.of_passes[number] = (of_pass.clone() if self.is_scalar else 0.0, options["batch_size"])
+
+    def cells(self, number: int) -> list[Any]:
+        """Return the value of a pass and its weight, which is 0 if the pass did not log."""
+        value, size = self.of_passes.get(number, (0.0, 0))
+        return [value, 1 if size is None else size]
+
+    def of_step(self, values: Tensor, weights: Tensor) -> Any:
+        """Return what the step logs, from the (passes,) values and their weights."""
+        reduced = self._reduce(values, weights)
+        if isinstance(self.value, Metric):
+            if self.is_scalar:
+                set_step_value(self.value, reduced.to(step_value(self.value).dtype))
+            return self.value
+        dtype = self.value.dtype if self.value.is_floating_point() else torch.get_default_dtype()
+        return reduced.to(self.value.device, dtype)
+
+    def _reduce(self, values: Tensor, weights: Tensor) -> Tensor:
+        name = _reduction(self.options)
+        if name == "sum":
+            return values.sum()
+        if name == "max":
+            return values.where(weights > 0, -math.inf).max()
+        if name == "min":
+            return values.where(weights > 0, math.inf).min()
+        return (values * weights).sum() / weights.sum()
+
+    def arguments(self, weights: Tensor, is_complete: bool) -> dict[str, Any]:
+        """Return the arguments of Lightning's log for the value of the step."""
+        has_sizes = self.options["batch_size"] is not None
+        if is_complete:  # so that no process need ask others
+            size = weights.sum() if has_sizes else 1
+            return self.options | {"batch_size": size, "sync_dist": False, "sync_dist_fn": NO_SYNC}
+        return self.options | {
+            "batch_size": sum(size or 0 for _, size in self.of_passes.values()) if has_sizes else None
+        }
 
 
 class LoggedValues(Results):
@@ -33,13 +165,14 @@ class LoggedValues(Results):
     maximum is a sum, which `MetricStates` would then take. `__setitem__` corrects both.
     (trainer/connectors/logger_connector/result.py, line 202; fabric/utilities/distributed.py, `_sync_ddp`)
 
-    Where `virtual` reduces the means of evaluation over virtual ranks, processes have the same values, and need not
-    synchronize them. Otherwise the ranks that share the samples do so.
+    Where `VirtualMetrics` reduces the means of evaluation over virtual ranks, processes have the same values, and need
+    not synchronize them. Otherwise the ranks that share the samples do so.
     """
 
-    def __init__(self, training: bool, dtype: torch.dtype, virtual: VirtualMetrics | None, trainer: L.Trainer) -> None:
+    def __init__(self, trainer: Any, training: bool) -> None:
         super().__init__(training)
-        self.dtype, self.virtual, self._trainer = dtype, virtual, trainer
+        self._trainer, self.virtual = trainer, trainer.virtual_metrics
+        self.dtype = torch.float64 if trainer.precision == "64-true" else torch.float32
         self._pass_log: PassLog | None = None
         self.rank_weight, self.samples = 1.0, 0  # of this rank's step: samples, also relative to the mean of the ranks
         self._warned = set[str]()
@@ -66,16 +199,18 @@ class LoggedValues(Results):
             self._warn_of_share(name, value)
         if self.virtual:
             _check_virtual(self.virtual, name, value, options, self.training)
-        if self.rank_weight != 1 and isinstance(value, Tensor) and options["sync_dist"]:
-            value, options = self._weighted(value, options)
+        is_reduced = isinstance(value, Tensor) and options["sync_dist"]
+        if self.rank_weight != 1 and is_reduced and _reduction(options) == "mean":
+            # Lightning takes the mean over the ranks, which are unequal: in an epoch it shall be that over the samples.
+            size = (options["batch_size"] or self.samples) / self.rank_weight
+            value, options = value * self.rank_weight, options | {"batch_size": size}
         if options["sync_dist"] and options["sync_dist_group"] is None:  # a sum counts each sample once
             options = options | {"sync_dist_group": group}
         super().log(fx, name, value, **options | {"sync_dist": options["sync_dist"] and not self.virtual})
 
     def _warn_of_share(self, name: str, metric: Metric) -> None:
         """Warn once of a metric whose value of a step, as torchmetrics computes it, is that of this rank's samples."""
-        data: Any = cast(Any, self._trainer).datamodule
-        is_shared = data.parallel.dp_size > 1 and not self.virtual and not metric.dist_sync_on_step
+        is_shared = self._trainer.datamodule.parallel.dp_size > 1 and not self.virtual and not metric.dist_sync_on_step
         if is_shared and name not in self._warned:
             self._warned.add(name)
             _log.warning(
@@ -83,14 +218,6 @@ class LoggedValues(Results):
                 "log it with on_step=False, or set bit_exact=true",
                 name,
             )
-
-    def _weighted(self, value: Tensor, options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """Weight a value of unequal ranks, whose mean Lightning takes: in a step their mean, in an epoch by samples."""
-        if getattr(options["reduce_fx"], "__name__", options["reduce_fx"]) != "mean":
-            return value, options
-        return value * self.rank_weight, options | {
-            "batch_size": (options["batch_size"] or self.samples) / self.rank_weight
-        }
 
     def __setitem__(self, name: str, result: LoggedMean) -> None:
         super().__setitem__(name, result)
@@ -127,8 +254,6 @@ class LogPoints(LoggerConnector):
     (trainer/connectors/logger_connector/logger_connector.py, line 51; loops/evaluation_loop.py, line 385)
     """
 
-    virtual: VirtualMetrics | None
-
     @property
     def should_update_logs(self) -> bool:
         steps = steps_of_loggers(self.trainer)
@@ -141,5 +266,6 @@ class LogPoints(LoggerConnector):
 
     def epoch_end_reached(self) -> None:
         super().epoch_end_reached()
-        if self.virtual:
-            self.virtual.leave()
+        virtual = cast(Any, self.trainer).virtual_metrics
+        if virtual:
+            virtual.leave()

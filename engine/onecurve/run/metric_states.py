@@ -1,4 +1,4 @@
-"""The states of metrics: of each virtual rank while these are computed one by one, and in checkpoints."""
+"""The states of metrics: of each virtual rank while these are computed one by one, over all ranks, in checkpoints."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -8,13 +8,14 @@ from typing import Any, cast
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins import DoublePrecision
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricTracker
 from torchmetrics.utilities.data import dim_zero_mean
 
 from onecurve.errors import UserError
-from onecurve.parallel.gather import gather_objects
+from onecurve.parallel.gather import gather_objects, group_of_samples
 from onecurve.patches.lightning_loops import LoggedMean, results_of
 from onecurve.patches.torch import tree_map_only
 from onecurve.patches.torchmetrics import (
@@ -26,6 +27,7 @@ from onecurve.patches.torchmetrics import (
     forget_value,
     has_value,
     reductions,
+    replace_sync,
     set_states,
 )
 from onecurve.patches.torchmetrics import states as states_of
@@ -113,13 +115,11 @@ class VirtualMetrics(L.Callback):
         self._states[name] = dict(enumerate(states))
         set_states(metric, states[self._current])
 
-    def on_validation_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_test_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any, **__: Any) -> None:
         own = trainer.datamodule.division.own_virtual_ranks
         self.enter(own[batch_idx % len(own)])
 
-    on_test_batch_start = on_validation_batch_start
+    on_validation_batch_start = on_test_batch_start
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         for metric in self.metrics.values():
@@ -166,14 +166,10 @@ class MetricStates(L.Callback):
     The mean of an epoch thus covers the whole epoch after a resumption within it, also on other ranks. A checkpoint
     between two epochs omits the metrics that the module logs, because Lightning resets these. The states are reduced
     over the data-parallel ranks, and the first rank gets the sums. A state without a sum over ranks, such as that of a
-    correlation, is the first rank's.
-
-    Args:
-        virtual: has the states of each virtual rank, which are then saved and restored as they are.
+    correlation, is the first rank's. Those of each virtual rank are saved and restored as they are.
     """
 
-    def __init__(self, virtual: VirtualMetrics | None = None) -> None:
-        self.virtual = virtual
+    def __init__(self) -> None:
         self._saved: dict[str, Any] = {}  # of a checkpoint, until they are restored
         self._is_within_epoch = False
 
@@ -188,13 +184,13 @@ class MetricStates(L.Callback):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         metrics = _metrics_to_save(trainer, pl_module, is_within_epoch=checkpoint["position"]["epoch_steps"] > 0)
         metrics = {name: metric for name, metric in metrics.items() if name not in self._saved}
-        virtual = self.virtual.metrics if self.virtual else {}
+        virtual = cast(Any, trainer).virtual_metrics
+        of_virtual = virtual.metrics if virtual else {}
         rank = trainer.datamodule.parallel.dp_rank
-        own = {name: {rank: states_of(metric)} for name, metric in metrics.items() if name not in virtual}
-        for name in metrics.keys() & virtual.keys():
-            own[name] = self.virtual.states(name, metrics[name])
+        own = {name: {rank: states_of(metric)} for name, metric in metrics.items() if name not in of_virtual}
+        own |= {name: virtual.states(name, metrics[name]) for name in metrics.keys() & of_virtual.keys()}
         states: dict[str, Any] = _gather(trainer, _on_cpu(own))
-        states |= {name: _reduce(metrics[name], states[name]) for name in states.keys() - virtual.keys()}
+        states |= {name: _reduce(metrics[name], states[name]) for name in states.keys() - of_virtual.keys()}
         checkpoint["metric_states"] = self._saved | states
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -237,19 +233,59 @@ class MetricStates(L.Callback):
         if not self._saved:
             return
         _fill_trackers(module, self._saved)
-        for name, metric in _metrics(module).items():
-            if name not in self._saved:
-                continue
+        metrics, virtual = _metrics(module), cast(Any, trainer).virtual_metrics
+        for name in metrics.keys() & self._saved.keys():
+            metric = metrics[name]
             Metric.reset(metric)  # the `reset` of a wrapper would reset other metrics
             # The host need not wait for the device.
             saved = tree_map_only(Tensor, lambda x: x.to(module.device, non_blocking=True), self._saved.pop(name))
-            if self.virtual and name in self.virtual.metrics:
-                self.virtual.restore(name, metric, saved)
+            if virtual and name in virtual.metrics:
+                virtual.restore(name, metric, saved)
                 continue
             for key, value in saved.items():
                 is_mean = reductions(metric).get(key, dim_zero_mean) is dim_zero_mean
                 if is_mean or trainer.datamodule.parallel.dp_rank == 0:
                     setattr(metric, key, value)
+
+
+class MetricSync(L.Callback):
+    """Lets all ranks compute metrics together, and count each sample once, although all ranks of a pipeline hold it.
+
+    torchmetrics gathers the elements of a list one by one, if nothing reduces it, such as the images of a
+    `MeanAveragePrecision`. Ranks that have evaluated different numbers of them would wait for each other, or take one
+    state for another; so all states are gathered at once.
+
+    A metric that has a `process_group` or `dist_sync_fn` of its own keeps it. So do those of virtual ranks, which
+    `VirtualMetrics` reduces. Metrics may be made by hooks, so they are looked for at the end of an epoch, too.
+    """
+
+    def _begin(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        if not dist.is_initialized() or trainer.datamodule.bit_exact:
+            return
+        group = group_of_samples(trainer)
+
+        # No partial, because a copy of a metric cannot copy a group.
+        def synchronize(metric: Metric, *_: Any, **__: Any) -> None:
+            ranks = gather_objects(_on_cpu(states_of(metric)), group)
+            set_states(metric, _combine(metric, ranks) | counts(metric))
+
+        for metric in metrics_of(trainer, pl_module).values():
+            if metric.process_group is None and metric.dist_sync_fn is None:
+                replace_sync(metric, synchronize)
+
+    on_fit_start = on_validation_start = on_test_start = on_predict_start = _begin
+    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _begin
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let all ranks compute the metrics, which communicate, before rank zero's progress bar does."""
+        self._begin(trainer, pl_module)
+        _ = trainer.callback_metrics
+
+    on_validation_end = on_train_epoch_end
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        for metric in metrics_of(trainer, pl_module).values():
+            replace_sync(metric, None)
 
 
 def metrics_of(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Metric]:
@@ -282,17 +318,15 @@ def _fill_trackers(module: nn.Module, saved: dict[str, _State]) -> None:
 def _metrics_to_save(trainer: L.Trainer, module: L.LightningModule, is_within_epoch: bool) -> dict[str, Metric]:
     """Return the metrics by name, without those that Lightning resets before a resumed run would use them."""
     loop: Any = trainer.fit_loop.epoch_loop
-    results, finished = results_of(loop), [*results_of(loop.val_loop).values()]
+    results = results_of(loop)
+    trained, validated = ({id(one.value) for one in each.values()} for each in (results, results_of(loop.val_loop)))
+    # Training has gone on with a metric that a validation logs as well.
+    reset = validated - trained if is_within_epoch else validated | trained
     accumulated: dict[str, Any] = {}
     if is_within_epoch:
         means = {name: item for name, item in results.items() if item.is_tensor and item.meta.on_epoch}
         ended = "on_train_epoch_end"  # what it logged is that of the epoch before
         accumulated = {name: item for name, item in means.items() if item.meta.fx != ended}
-    else:
-        finished += results.values()
-    reset = {id(item.value) for item in finished}  # metrics have an `==` of their own
-    if is_within_epoch:  # training has gone on with a metric that a validation logs as well
-        reset -= {id(item.value) for item in results.values()}
     return accumulated | {name: metric for name, metric in _metrics(module).items() if id(metric) not in reset}
 
 
@@ -326,12 +360,6 @@ def _reduce(metric: Any, states: list[_State]) -> _State:
     is_synchronized = metric.meta.sync.should if isinstance(metric, LoggedMean) else metric.sync_on_compute
     has_sum = all(reduce or isinstance(states[0][name], list) for name, reduce in reductions(metric).items())
     return _combine(metric, states) if is_synchronized and has_sum else states[0]
-
-
-def synchronize(metric: Any, group: Any) -> None:
-    """Give a metric the state of all ranks of a group, which must all call it."""
-    ranks = gather_objects(_on_cpu(states_of(metric)), group)
-    set_states(metric, _combine(metric, ranks) | counts(metric))
 
 
 def _combine(metric: Any, states: list[_State]) -> _State:

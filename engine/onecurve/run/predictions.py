@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
@@ -94,14 +93,13 @@ def _write_table(file: Path, trainer: L.Trainer, sample_index: Tensor, predictio
 
 
 def _in_order(batches: list[tuple[Tensor, Any]]) -> dict[str, Any]:
-    index = torch.cat([positions for positions, _ in batches])
-    # The ranks of a pipeline have predicted the same samples.
-    unique, rows = np.unique(index.numpy(), return_index=True)
-    unique, rows = unique[unique >= 0], rows[unique >= 0]  # the others are padding
-    samples = [
-        _sample(outputs, number, len(positions)) for positions, outputs in batches for number in range(len(positions))
-    ]
-    return {"sample_index": torch.from_numpy(unique), "predictions": _stack([samples[row] for row in rows])}
+    samples: dict[int, Any] = {}  # by position; the ranks of a pipeline have predicted the same samples
+    for positions, outputs in batches:
+        for number, position in enumerate(positions.tolist()):
+            samples.setdefault(position, _sample(outputs, number, len(positions)))
+    samples.pop(-1, None)  # padding
+    index = sorted(samples)
+    return {"sample_index": torch.tensor(index), "predictions": _stack([samples[position] for position in index])}
 
 
 def _sample(outputs: Any, number: int, count: int) -> Any:
@@ -129,7 +127,5 @@ def _stack(samples: list[Any]) -> Any:
         return {name: _stack([sample[name] for sample in samples]) for name in first}
     if isinstance(first, tuple):
         return tuple(_stack(list(values)) for values in zip(*samples, strict=True))
-    is_table = isinstance(first, Tensor) and all(
-        isinstance(one, Tensor) and one.shape == first.shape for one in samples
-    )
-    return torch.stack(samples) if is_table else samples
+    has_one_shape = len({getattr(one, "shape", None) for one in samples}) == 1
+    return torch.stack(samples) if isinstance(first, Tensor) and has_one_shape else samples

@@ -1,6 +1,7 @@
-"""Start the loggers, log the configuration and the start, and let a resumed run replace rows."""
+"""Start the loggers, log the configuration and the start, print the banner, and let a resumed run replace rows."""
 
 import logging
+import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -22,14 +23,15 @@ from onecurve.parallel.gather import gather_objects
 from onecurve.patches.torch import AnyBatchNorm
 from onecurve.records.events import append_event
 from onecurve.records.files import CONFIG, atomic_write
-from onecurve.run.banner import banner, strategy_name
 from onecurve.run.bit_exact import numerics
 
 _log = logging.getLogger(__name__)
+_COLUMNS, _CHANGES_LINES = 80, 3  # of the banner
+_PATHS = ("run folder", "goes on from")
 
 
 class RunRecorder(L.Callback):
-    """Logs the resolved configuration, keeps it in every checkpoint as YAML, and prints the banner (`banner.py`).
+    """Logs the resolved configuration, keeps it in every checkpoint as YAML, and prints the banner.
 
     Every checkpoint also keeps the metrics, and a resumed run has them until it measures its own. Its first row
     replaces those of the steps that it repeats.
@@ -95,11 +97,10 @@ class RunRecorder(L.Callback):
         for name, value in self._restored_metrics.items():
             trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
         if trainer.is_global_zero:  # before the loggers, which print lines of their own
-            facts = (self.config, self._fingerprint, self._num_parameters, self._resumed_at)
-            _log.info(banner(trainer, pl_module, *facts))
+            _log.info(self._banner(trainer, pl_module))
         file = Path(self.config.run_dir) / CONFIG
         self._config_before = file.read_text() if file.is_file() and trainer.is_global_zero else None
-        self._start(trainer, pl_module, is_first_stage=True)
+        self._start(trainer, pl_module)
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger):
                 logger.cut(self._resumed_at)
@@ -119,15 +120,11 @@ class RunRecorder(L.Callback):
             with atomic_write(Path(self.config.run_dir) / CONFIG) as temporary:
                 temporary.write_text(self._config_before)
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.state.fn == "validate":  # not the validation of a fit
-            self._start(trainer, pl_module, is_first_stage=not self.config.fit)
+    def _start_evaluation(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn != "fit":  # the validation of a fit is a part of it
+            self._start(trainer, pl_module)
 
-    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._start(trainer, pl_module, is_first_stage=not self.config.fit)
-
-    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._start(trainer, pl_module, is_first_stage=not (self.config.fit or self.config.test))
+    on_validation_start = on_test_start = on_predict_start = _start_evaluation
 
     def _compare_numerics(self, now: dict[str, Any]) -> None:
         """Warn of what changes the last bits of a run that goes on."""
@@ -135,9 +132,9 @@ class RunRecorder(L.Callback):
         if changes:
             _log.warning("the run goes on with other bits than without the interruption: %s", ", ".join(changes))
 
-    def _start(self, trainer: L.Trainer, module: L.LightningModule, is_first_stage: bool) -> None:
+    def _start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Start the loggers in this process, log the configuration, and record the start of the run."""
-        data: Any = trainer.datamodule
+        data, stage = cast(Any, trainer.datamodule), trainer.state.fn
         trainer.loggers = [*start_loggers(self._loggers), *trainer.loggers]
         self._loggers = ()
         self._config_text = OmegaConf.to_yaml(self.config)
@@ -146,11 +143,12 @@ class RunRecorder(L.Callback):
         settings |= {VERSION_KEY: VERSION, "experiment": self._fingerprint, "numerics": numerics(module)}
         for logger in trainer.loggers:
             # An evaluation by a script leaves the configuration of the run in whose folder it is.
-            if trainer.state.fn == "fit" or not isinstance(logger, CSVLogger) or not logger.has_config:
+            if stage == "fit" or not isinstance(logger, CSVLogger) or not logger.has_config:
                 logger.log_hyperparams(settings)
         # A script may evaluate in the folder of a run that another process trains, whose events these are.
         is_of_run = self.config.fit or "run_id" in self.config.runtime
-        if is_first_stage and is_of_run and trainer.is_global_zero:
+        follows = stage != "fit" and (self.config.fit or (stage == "predict" and self.config.test))
+        if is_of_run and not follows and trainer.is_global_zero:
             self._record_start(trainer, module, settings)
 
     def _record_start(self, trainer: L.Trainer, module: L.LightningModule, settings: dict[str, Any]) -> None:
@@ -162,7 +160,7 @@ class RunRecorder(L.Callback):
             self._resumed_at if config.fit else None,
             **{name: runtime[name] for name in ("command", "revision", "modified")},
             changes={name.lstrip("+~"): value or None for name, _, value in overrides},
-            strategy=runtime["strategy"] or strategy_name(config),
+            strategy=_strategy_name(config),
             world_size=trainer.world_size,
             hosts=trainer.num_nodes,
             experiment=self._fingerprint,
@@ -172,6 +170,64 @@ class RunRecorder(L.Callback):
             device=torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else module.device.type,
         )
 
+    def _banner(self, trainer: L.Trainer, module: L.LightningModule) -> str:
+        """Return the lines of the banner: what the run computes, on which hardware, and where its folder is."""
+        config, data = self.config, cast(Any, trainer.datamodule)
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        group = groups[0] if groups else {"lr": 0.0}  # `configure_optimizers` may return None
+        scaling = " after scaling" if getattr(module, "lr_scaling", "none") != "none" else ""
+        steps = "steps to the end of a stream" if data.last_step is None else f"{data.last_step} steps"
+        processes = f"{trainer.world_size} process{'es' * (trainer.world_size > 1)} on {module.device.type}"
+        layout = f" ({data.parallel.dp_size} data-parallel)" * (data.parallel.dp_size != trainer.world_size)
+        network = config.runtime.get("model") or type(module).__name__
+        facts = {
+            "changes": " ".join(config.runtime.changes),
+            "experiment": str(self._fingerprint),
+            "virtual ranks": f"{data.virtual_ranks}, computed {'one by one' if data.bit_exact else 'together'}",
+            "strategy": f"{_strategy_name(config)}, {processes}{layout}, {trainer.precision}",
+            "batch": _batch_size(data),
+            "data": data.description,
+            "learning rate": f"{group.get('initial_lr', group['lr']):g}{scaling}, {steps}{_left_out(data)}",
+            "network": f"{network}, {self._num_parameters:,} parameters",
+            "run folder": config.run_dir,
+        }
+        if config.ckpt_path:
+            facts["goes on from"] = f"{config.ckpt_path}, step {self._resumed_at}"
+        return _in_columns(facts)
+
     @property
     def _fingerprint(self) -> str | None:
         return self._experiment.fingerprint if self._experiment else None
+
+
+def _in_columns(facts: dict[str, str]) -> str:
+    """Return a line for each fact, of 80 columns; the changes take up to three, and a path is not broken."""
+    width, rows = max(map(len, facts)), []
+    for name, value in facts.items():
+        count = _CHANGES_LINES if name == "changes" else 1
+        options: dict[str, Any] = {"max_lines": count, "placeholder": " ...", "break_on_hyphens": False}
+        lines = [value] if name in _PATHS else textwrap.wrap(value, _COLUMNS - width - 4, **options)
+        rows += [f"  {label:<{width}}  {line}" for label, line in zip([name, "", ""], lines, strict=False)]
+    return "\n".join(rows)
+
+
+def _strategy_name(config: Any) -> str:
+    """Return the name of the configured strategy, or that of its class."""
+    return config.runtime.strategy or str(config.strategy._target_).rpartition(".")[2]
+
+
+def _batch_size(data: Any) -> str:
+    batch, dp_size = data.global_batch_size, data.parallel.dp_size
+    if data.bit_exact:
+        ranks = f"{dp_size} data-parallel rank{'s' * (dp_size > 1)}"
+        return f"{batch} = {data.virtual_ranks} x {batch // data.virtual_ranks} per virtual rank, on {ranks}"
+    micro_batches = data.layout.micro_batches
+    mean_size = batch / micro_batches / dp_size  # uneven shares are larger and smaller
+    return f"{batch} = {dp_size} x {micro_batches} micro-batches x {round(mean_size, 2):g} per device"
+
+
+def _left_out(data: Any) -> str:
+    """Return how many samples of an epoch are not trained, because they are no whole batch."""
+    (_, count, _), *others = data.training_samples
+    rest = count % data.global_batch_size if count and not others and data.has_one_size else 0
+    return f"; each epoch leaves out {rest} samples" if rest else ""

@@ -12,6 +12,7 @@ from onecurve.targets import default_options
 
 _PLAIN = (bool, int, float, str, type(None))
 _NOT_PLAIN = object()
+_NOT_COMPOSED: dict[str, Any] = {"overrides": [], "changes": [], "revision": None, "modified": False, "strategy": None}
 # Callbacks that change what is trained, or for how long; others observe.
 _TRAINING = (
     *(callbacks.EarlyStopping, callbacks.LearningRateFinder, callbacks.BaseFinetuning, callbacks.ModelPruning),
@@ -63,14 +64,7 @@ def describe_script(
             "test": stage == "test",
             "ckpt_path": path,
             "run_dir": str(trainer.default_root_dir),
-            "runtime": {
-                "overrides": [],
-                "changes": [],
-                "command": list(sys.argv),
-                "revision": None,
-                "modified": False,
-                "strategy": None,
-            },
+            "runtime": {"command": list(sys.argv), **_NOT_COMPOSED},
         }
     )
 

@@ -14,7 +14,7 @@ the passes have logged is logged once.
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch.nn.functional as F
@@ -32,11 +32,9 @@ from onecurve.parallel.batch_norm import grouped_norms
 from onecurve.parallel.gather import collectives_replaced
 from onecurve.parallel.virtual_ranks import VirtualRanks
 from onecurve.patches.lightning_loops import Closure, ClosureResult, Optimization, gradient_sync, results_of
-from onecurve.random.random_functions import RandomNumbers, sample_random
-from onecurve.run.metric_states import VirtualMetrics
-from onecurve.run.pass_log import PassLog, have_equal_names
+from onecurve.random.random_functions import sample_random
+from onecurve.run.logged_values import PassLog, have_equal_names
 
-_T = TypeVar("_T")
 LOGGED_COLUMNS = 64  # processes exchange tables with a multiple of so many columns, also if they log different values
 
 
@@ -66,7 +64,7 @@ class StepInParts(Optimization):
         plugin, module = trainer.precision_plugin, trainer.lightning_module
         backward = self.backward_pass(optimizer)
         divisor = data.virtual_ranks if data.bit_exact else data.accumulate  # parts of a batch that add up to its mean
-        hidden, before = self._begin_check(module, data.bit_exact), _gradients_for_hooks(trainer)
+        hidden, kept = self._begin_check(module, data.bit_exact), _gradients_for_hooks(trainer)
         passes = _VirtualRankPasses(trainer, step) if data.bit_exact else _MicroBatchPasses(trainer)
         # `post_backward` calls `on_after_backward`, which waits for the complete gradient.
         with mock.patch.object(plugin, "post_backward", lambda loss, module: loss.detach()):
@@ -89,8 +87,9 @@ class StepInParts(Optimization):
         data.end_parts()
         table = passes.finish(log.rows())
         if backward:  # not within the first pass: the others would see what the hook changes, such as an average
-            with _gradients_replaced(before):
-                self.call_before_reset(optimizer)
+            _swap_gradients(kept)
+            self.call_before_reset(optimizer)
+            _swap_gradients(kept)
         with plugin.forward_context():  # a metric that Lightning moves to the device takes the default type
             log.log(results, table, is_complete=data.bit_exact)
         loss = log.mean_loss(table)
@@ -120,14 +119,9 @@ def _gradients_for_hooks(trainer: Any) -> dict[nn.Parameter, Tensor | None]:
     return {weight: None if weight.grad is None else weight.grad.clone() for weight in weights}
 
 
-@contextmanager
-def _gradients_replaced(gradients: dict[nn.Parameter, Tensor | None]) -> Iterator[None]:
-    now = {weight: weight.grad for weight in gradients}
-    for weight, gradient in gradients.items():
-        weight.grad = gradient
-    yield
-    for weight, gradient in now.items():
-        weight.grad = gradient
+def _swap_gradients(kept: dict[nn.Parameter, Tensor | None]) -> None:
+    for weight, gradient in kept.items():
+        kept[weight], weight.grad = weight.grad, gradient
 
 
 class _MicroBatchPasses:
@@ -147,7 +141,7 @@ class _MicroBatchPasses:
                 stack.enter_context(isolate_rng(include_cuda=False))
             stack.enter_context(gradient_sync(self.trainer.strategy, block=not is_last))
             self.trainer.datamodule.begin_part(part)
-            _callback(self.trainer, RandomNumbers).begin_part(self.trainer)
+            self.trainer.random_numbers.begin_part(self.trainer)
             yield
             sample_random.check()
 
@@ -161,7 +155,7 @@ class _VirtualRankPasses:
 
     def __init__(self, trainer: Any, step: int) -> None:
         self.trainer, self.step = trainer, step
-        self.random, self.metrics = _callback(trainer, RandomNumbers), _callback(trainer, VirtualMetrics)
+        self.random, self.metrics = trainer.random_numbers, trainer.virtual_metrics
         self.virtual = getattr(trainer.strategy, "virtual_rank_passes", VirtualRanks)(trainer)
         self.virtual.begin(trainer.datamodule.parts, step, self._begin_part)
 
@@ -192,10 +186,6 @@ class _VirtualRankPasses:
         self.trainer.datamodule.begin_part(part)
         self.metrics.enter(virtual_rank)
         self.random.begin_virtual_rank(self.trainer, self.step, virtual_rank)
-
-
-def _callback(trainer: Any, kind: type[_T]) -> _T:
-    return next(callback for callback in trainer.callbacks if isinstance(callback, kind))
 
 
 def without_collectives(strategy: Any) -> Any:

@@ -55,19 +55,17 @@ class PreemptionHandler(L.Callback):
             if isinstance(one, LastCheckpoint):
                 one.save_if_due(trainer)
 
-    def on_test_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        data: Any = trainer.datamodule
+    def on_test_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any, **__: Any) -> None:
+        data = trainer.datamodule
         # Ranks may have different numbers of virtual ranks, each of which has a batch of its own.
         if not data.bit_exact or batch_idx % len(data.division.own_virtual_ranks) == 0:
             self._stop_if_requested(trainer)
 
     on_predict_batch_start = on_test_batch_start
 
-    def on_validation_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_validation_batch_start(self, trainer: Any, *args: Any) -> None:
         if trainer.state.fn == "validate":  # not the validation of a fit
-            self.on_test_batch_start(trainer, *args, **kwargs)
+            self.on_test_batch_start(trainer, *args)
 
     def _stop_if_requested(self, trainer: L.Trainer, should_save: bool = False) -> None:
         signal_number = self._consensus.poll(trainer, signals.requested)

@@ -4,10 +4,11 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ParamSpec, cast
 
 import lightning as L
 import torch
@@ -40,21 +41,12 @@ from onecurve.process.signals import ended_here
 from onecurve.random.dropout import use_sample_dropout
 from onecurve.random.random_functions import RandomNumbers
 from onecurve.records.events import recorded_fit
-from onecurve.run.arguments import (
-    as_list,
-    check_arguments,
-    check_callbacks_are_possible,
-    check_precision,
-    check_search,
-    has_kind,
-    named,
-)
+from onecurve.run import arguments
 from onecurve.run.attributes import Attributes
 from onecurve.run.bit_exact import BitExactness
 from onecurve.run.checkpoint import LastCheckpoint, LateSaves, check_overwrites_nothing, find_checkpoint, monitoring
 from onecurve.run.known_errors import translated_errors
-from onecurve.run.metric_states import MetricStates, VirtualMetrics
-from onecurve.run.metric_sync import MetricSync
+from onecurve.run.metric_states import MetricStates, MetricSync, VirtualMetrics
 from onecurve.run.predictions import PredictedSamples
 from onecurve.run.recorder import RunRecorder
 from onecurve.run.script import describe_script
@@ -63,7 +55,13 @@ from onecurve.run.training_loop import LoopChanges, patch_trainer
 
 _log = logging.getLogger(__name__)
 _FOLDER = "onecurve_logs"  # of a run without `default_root_dir`, beside Lightning's lightning_logs
+_Arguments = ParamSpec("_Arguments")
 _USERS_SEED = "PL_GLOBAL_SEED"  # the variable in which `lightning.seed_everything` keeps its seed
+
+
+def _typed_as(method: Callable[_Arguments, Any]) -> Callable[[Any], Callable[_Arguments, Any]]:
+    """Return a decorator that gives a method the signature and the help of another."""
+    return cast(Any, wraps(method))
 
 
 class Trainer(L.Trainer):
@@ -128,7 +126,7 @@ class Trainer(L.Trainer):
             shorten_user_errors(self, rank_zero_only.rank)
         self.seed = int(os.environ.get(_USERS_SEED) or 0) if seed is None else seed
         self.virtual_ranks = (4 if bit_exact else 1) if virtual_ranks is None else virtual_ranks
-        check_arguments(self.seed, self.virtual_ranks, bit_exact, kwargs)
+        arguments.check_arguments(self.seed, self.virtual_ranks, bit_exact, kwargs)
         self.bit_exact, self.accumulate, self.sync_batchnorm = bit_exact, accumulate_grad_batches, sync_batchnorm
         # OrderedData applies these limits, because Lightning would count micro-batches.
         self.limits = {name: kwargs.pop(f"limit_{name}_batches", None) for name in ("train", "val", "test", "predict")}
@@ -141,12 +139,13 @@ class Trainer(L.Trainer):
         accelerator, devices = resolve_devices(accelerator, devices)
         needs_determinism = bit_exact and accelerator != "cpu"
         is_double = kwargs.get("precision") == "64-true"  # Lightning accepts this name with some strategies only
-        plugins: list[Any] = [AtomicCheckpointIO(), *as_list(kwargs.pop("plugins", None))]
+        plugins: list[Any] = [AtomicCheckpointIO(), *arguments.as_list(kwargs.pop("plugins", None))]
         plugins += [DoublePrecision()] if is_double else []
-        own = self._with_last_checkpoint(named(callbacks), kwargs.pop("enable_checkpointing", None))
-        check_callbacks_are_possible(own)
-        self._virtual = VirtualMetrics() if bit_exact else None
-        loggers = as_list(None if isinstance(logger, bool) else logger)
+        own = self._with_last_checkpoint(arguments.named(callbacks), kwargs.pop("enable_checkpointing", None))
+        arguments.check_callbacks_are_possible(own)
+        # Callbacks that begin each part of a step: run/step.py.
+        self.random_numbers, self.virtual_metrics = RandomNumbers(self.seed), VirtualMetrics() if bit_exact else None
+        loggers = arguments.as_list(None if isinstance(logger, bool) else logger)
         self._recorder = RunRecorder(config, loggers)
         super().__init__(
             strategy=resolve_strategy(strategy, devices, kwargs.get("num_nodes", 1)),
@@ -156,7 +155,7 @@ class Trainer(L.Trainer):
             logger=CSVLogger(folder),  # RunRecorder puts the others before it, when it starts them
             plugins=plugins,
             default_root_dir=folder,
-            enable_checkpointing=has_kind(own, Checkpoint),
+            enable_checkpointing=arguments.has_kind(own, Checkpoint),
             accumulate_grad_batches=1,  # a batch of Lightning is an optimizer step: onecurve/run/step.py
             # OrderedData divides the data itself; Lightning's wrapper would shuffle it again.
             use_distributed_sampler=False,
@@ -169,15 +168,15 @@ class Trainer(L.Trainer):
                 "deterministic": kwargs.get("deterministic") or needs_determinism or None,
             },
         )
-        patch_trainer(self, self._virtual)
+        patch_trainer(self)
         if isinstance(self.accelerator, CPUAccelerator):
             tune_malloc()
 
     def _with_last_checkpoint(self, own: dict[str, L.Callback], is_wanted: bool | None) -> dict[str, L.Callback]:
         """Return the given callbacks, with one that saves the last state, behind the others, whose state it saves."""
         folder = str(self._folder / CHECKPOINTS)
-        needed = LastCheckpoint if self._is_script else Checkpoint  # the template chooses its own
-        if is_wanted is not False and not has_kind(own, needed):
+        # The template chooses its own.
+        if self._is_script and is_wanted is not False and not arguments.has_kind(own, LastCheckpoint):
             own["checkpoint"] = LastCheckpoint(folder)
         for one in own.values():
             if isinstance(one, ModelCheckpoint) and one.dirpath is None:
@@ -186,7 +185,6 @@ class Trainer(L.Trainer):
 
     def _all_callbacks(self, own: dict[str, L.Callback], folder: Path, timeout: float) -> list[L.Callback]:
         """Return the callbacks of every run around `own`, in the order in which Lightning calls their hooks."""
-        virtual = self._virtual
         normalize = [NormGroups()] if self.sync_batchnorm and not self.bit_exact else []
         return [
             BegunEpoch(),  # before a signal may save, at the first step
@@ -198,13 +196,13 @@ class Trainer(L.Trainer):
             self._recorder,
             ExactResumption(),
             Attributes(),
-            *([BitExactness(), virtual] if virtual else [BufferCheck(), DivisionCheck()]),
+            *([BitExactness(), self.virtual_metrics] if self.virtual_metrics else [BufferCheck(), DivisionCheck()]),
             ReplicaCheck(),
             GatheredWeightCheck(),
             MetricSync(),
-            MetricStates(virtual),  # after ExactResumption, which saves the position
+            MetricStates(),  # after ExactResumption, which saves the position
             UnsavedStateCheck(),
-            RandomNumbers(self.seed),
+            self.random_numbers,
             LoopChanges(),
             ScheduleCheck(),
             PredictedSamples(),
@@ -230,14 +228,14 @@ class Trainer(L.Trainer):
         Raises:
             UserError: if the folder holds a run, which this one does not continue.
         """
-        check_precision(self._arguments.get("precision"), self.accelerator)
+        arguments.check_precision(self._arguments.get("precision"), self.accelerator)
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
         path = find_checkpoint(self, ckpt_path)
         if path:  # which has the learning rate; the search would train a continued run from its first step
             callbacks = cast(Any, self).callbacks
             self.callbacks = [one for one in callbacks if type(one) is not LearningRateFinder]
         else:
-            check_search(self)
+            arguments.check_search(self)
         if self._is_script and ckpt_path not in ("last", "best"):
             check_overwrites_nothing(self, path)
         self._recorder.begin()
@@ -249,66 +247,37 @@ class Trainer(L.Trainer):
             super().fit(model, datamodule=data, ckpt_path=path, weights_only=weights_only)
         self.final_metrics |= self.callback_metrics
 
-    def validate(
-        self,
-        model: L.LightningModule | None = None,
-        dataloaders: Any = None,
-        ckpt_path: str | Path | None = None,
-        verbose: bool = True,
-        datamodule: L.LightningDataModule | None = None,
-        weights_only: bool | None = True,
-    ) -> Any:
-        options = {"weights_only": weights_only, "verbose": verbose}
-        return self._evaluate("validate", "val", model, dataloaders, datamodule, ckpt_path, options)
+    @_typed_as(L.Trainer.validate)
+    def validate(self, *args: Any, **options: Any) -> Any:
+        return self._evaluate("validate", "val", *args, **options)
 
-    def test(
-        self,
-        model: L.LightningModule | None = None,
-        dataloaders: Any = None,
-        ckpt_path: str | Path | None = None,
-        verbose: bool = True,
-        datamodule: L.LightningDataModule | None = None,
-        weights_only: bool | None = True,
-    ) -> Any:
-        options = {"weights_only": weights_only, "verbose": verbose}
-        return self._evaluate("test", "test", model, dataloaders, datamodule, ckpt_path, options)
+    @_typed_as(L.Trainer.test)
+    def test(self, *args: Any, **options: Any) -> Any:
+        return self._evaluate("test", "test", *args, **options)
 
-    def predict(
-        self,
-        model: L.LightningModule | None = None,
-        dataloaders: Any = None,
-        datamodule: L.LightningDataModule | None = None,
-        return_predictions: bool | None = None,
-        ckpt_path: str | Path | None = None,
-        weights_only: bool | None = True,
-    ) -> Any:
-        options = {"weights_only": weights_only, "return_predictions": return_predictions}
-        return self._evaluate("predict", "predict", model, dataloaders, datamodule, ckpt_path, options)
+    @_typed_as(L.Trainer.predict)
+    def predict(self, *args: Any, **options: Any) -> Any:
+        return self._evaluate("predict", "predict", *args, **options)
 
-    def _evaluate(
-        self,
-        stage: str,
-        name: str,
-        model: L.LightningModule | None,
-        dataloaders: Any,
-        datamodule: L.LightningDataModule | None,
-        ckpt_path: str | Path | None,
-        options: dict[str, Any],
-    ) -> Any:
+    def _evaluate(self, stage: str, name: str, *args: Any, **options: Any) -> Any:
         """Run a stage of Lightning: without a module and a checkpoint with the best one, if a callback keeps it."""
-        module = model or self.lightning_module
+        run = getattr(super(), stage)
+        given = inspect.signature(run).bind(*args, **options).arguments
+        module, ckpt_path = given.pop("model", None), given.pop("ckpt_path", None)
+        loaders, datamodule = {name: given.pop("dataloaders", None)}, given.pop("datamodule", None)
+        if module is None and ckpt_path is None and any(one.best_model_path for one in monitoring(self)):
+            ckpt_path = "best"
+        module = module or self.lightning_module
         if module is None:
             raise UserError(f"{stage}() has no module: give it one, or fit one before")
-        if model is None and ckpt_path is None and any(one.best_model_path for one in monitoring(self)):
-            ckpt_path = "best"
         path = find_checkpoint(self, ckpt_path)
         if ckpt_path and not path:
             raise CheckpointUserError(f"{stage}(ckpt_path='last'): {self._folder} has no checkpoint: fit first")
-        data = self._prepare(stage, module, {name: dataloaders}, datamodule, path)
+        data = self._prepare(stage, module, loaders, datamodule, path)
         if path and not self._is_script:  # which shows Lightning's own lines
             _log.info("%s: the weights of %s", stage, path)
         with self._interruptible(), translated_errors(path):
-            result = getattr(super(), stage)(module, datamodule=data, ckpt_path=path, **options)
+            result = run(module, datamodule=data, ckpt_path=path, **given)
         self.final_metrics |= self.callback_metrics
         return result
 
@@ -346,7 +315,7 @@ class Trainer(L.Trainer):
         check_division(self, module)
         check_can_train(self.strategy, module)
         check_callbacks(self)
-        check_callbacks_are_possible(named(module.configure_callbacks()))
+        arguments.check_callbacks_are_possible(arguments.named(module.configure_callbacks()))
 
     def _prepare(
         self,
@@ -357,10 +326,11 @@ class Trainer(L.Trainer):
         ckpt_path: str | None,
     ) -> OrderedData:
         """Prepare the module, describe a run without a configuration, and return the data in its order."""
-        plain = next((one for one in loaders.values() if isinstance(one, L.LightningDataModule)), datamodule)
-        if datamodule is not None and any(loader is not None for loader in loaders.values()):
+        given = [one for one in loaders.values() if one is not None]
+        if given and datamodule is not None:
             raise UserError(f"{stage}() has both loaders and a DataModule: give one of them")
-        if plain is None and any(loader is not None for loader in loaders.values()):
+        plain = next((one for one in given if isinstance(one, L.LightningDataModule)), datamodule)
+        if plain is None and given:
             plain = GivenLoaders(loaders)
         if plain is None:
             plain = self._fitted if self._fitted is not None and stage != "fit" else ModuleData()
@@ -385,11 +355,9 @@ def _seed_generators(seed: int) -> Tensor | None:
 
 def _signature() -> inspect.Signature:
     """Return the arguments of this class together with those that it hands on to Lightning."""
-    own = dict(inspect.signature(Trainer.__init__).parameters)
-    inherited = dict(inspect.signature(L.Trainer.__init__).parameters)
-    names = {**inherited, **own}
-    kept = [names[name] for name in names if name not in ("self", "kwargs")]
-    return inspect.Signature([one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in kept])
+    names = {**inspect.signature(L.Trainer.__init__).parameters, **inspect.signature(Trainer.__init__).parameters}
+    kept = [one.replace(kind=one.KEYWORD_ONLY) for name, one in names.items() if name not in ("self", "kwargs")]
+    return inspect.Signature(kept)
 
 
 # A configuration is checked by it, and editors show it.

@@ -1,38 +1,29 @@
 """Changes of Lightning's loops."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import lightning as L
-import torch
 
 from onecurve.checks.schedules import plateau_configs
 from onecurve.parallel.norm_groups import NormGroups
 from onecurve.patches.lightning_loops import CheckpointConnector, leave_signals_alone, replace_parts
 from onecurve.random.dropout import use_sample_dropout
 from onecurve.run.logged_values import LoggedValues, LogPoints
-from onecurve.run.metric_states import VirtualMetrics
 from onecurve.run.step import StepInParts
 
-_BATCH_HOOKS = ["on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"]
-_BATCH_HOOKS += ["on_before_optimizer_step", "on_train_batch_end"]
-_BATCH_HOOKS += ["on_validation_batch_start", "on_validation_batch_end"]
+_BATCH_HOOKS = [name for name in vars(L.Callback) if name.startswith(("on_before", "on_after")) or "_batch_" in name]
 
 
-def patch_trainer(trainer: L.Trainer, virtual: VirtualMetrics | None) -> None:
+def patch_trainer(trainer: L.Trainer) -> None:
     """Give a trainer this library's step, logged values, log points and loading of checkpoints.
 
     Step and logging are in `onecurve/run/step.py` and `onecurve/run/logged_values.py`. Before Lightning loads a
-    checkpoint, `_PreparingConnector` prepares the module. `virtual` is that of a run with `bit_exact`.
+    checkpoint, `_PreparingConnector` prepares the module.
     """
     leave_signals_alone(trainer)
-    dtype = torch.float64 if trainer.precision == "64-true" else torch.float32
-
-    def logged_values(training: bool) -> LoggedValues:
-        return LoggedValues(training, dtype, virtual, trainer)
-
-    parts: Any = replace_parts(trainer, StepInParts, logged_values, _PreparingConnector, LogPoints)
-    parts.virtual = virtual
+    replace_parts(trainer, StepInParts, partial(LoggedValues, trainer), _PreparingConnector, LogPoints)
 
 
 def _skip_empty_hooks(callbacks: Iterable[L.Callback]) -> None:
