@@ -6,6 +6,7 @@ Lightning's DDPStrategy takes communication hooks as objects, on GPUs only, and 
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
+from unittest import mock
 
 import lightning as L
 import torch
@@ -151,7 +152,7 @@ class DDP(DDPStrategy):
     def wrap(self, model: nn.Module) -> DistributedDataParallel:
         if self._adds_virtual_ranks:
             return cast(DistributedDataParallel, model)  # `VirtualRanks` adds the gradients
-        self._averaged = [(name, weight, weight.requires_grad) for name, weight in model.named_parameters()]
+        self._is_averaged: dict[Tensor, bool] = {weight: weight.requires_grad for weight in model.parameters()}
         # Lightning builds DDP on a side stream, for capture in a CUDA graph (strategies/ddp.py:194 in 2.6.6).
         # Gradients would then accumulate on that stream, and each backward pass would wait for the other one:
         # https://github.com/Lightning-AI/pytorch-lightning/issues/21567
@@ -166,35 +167,35 @@ class DDP(DDPStrategy):
 
     def _trains_others(self) -> bool:
         """Return whether other weights are trained than when the network was wrapped."""
-        known = {id(weight) for _, weight, _ in self._averaged}
-        is_changed = any(weight.requires_grad != was for _, weight, was in self._averaged)
-        return is_changed or any(id(weight) not in known for weight in weights_of(self.optimizers))
+        weights = [*self._is_averaged, *weights_of(self.optimizers)]
+        return any(weight.requires_grad != self._is_averaged.get(weight) for weight in weights)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Check the gradients before `on_after_backward`, in which the module may drop some, as of a frozen layer."""
-        module, plugin = self.lightning_module, self.precision_plugin
-        assert module is not None
-        self.pre_backward(closure_loss)
-        closure_loss = plugin.pre_backward(closure_loss, module)
-        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        if not self._adds_virtual_ranks:
-            model = cast(DistributedDataParallel, self.model)
-            may_skip = model.find_unused_parameters or not module.automatic_optimization
-            if not may_skip and model.require_backward_grad_sync:
-                self._check_gradients()
-        closure_loss = plugin.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
-        return closure_loss
+        plugin = self.precision_plugin
+        finish = plugin.post_backward
 
-    def _check_gradients(self) -> None:
+        def check_and_finish(loss: Tensor, module: L.LightningModule) -> Tensor:
+            self._check_gradients(module)
+            return finish(loss, module)
+
+        with mock.patch.object(plugin, "post_backward", check_and_finish):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def _check_gradients(self, module: L.LightningModule) -> None:
         """Check that DDP has averaged the gradients: it cannot without all that it waits for, nor those of others."""
-        for name, weight, is_averaged in self._averaged:
+        model: Any = self.model  # not wrapped if virtual ranks are added
+        may_skip = self._adds_virtual_ranks or model.find_unused_parameters or not module.automatic_optimization
+        if may_skip or not model.require_backward_grad_sync:
+            return
+        for name, weight in module.named_parameters():
+            is_averaged = self._is_averaged.get(weight)
             if is_averaged and weight.grad is None:
                 raise UserError(
                     f"DDP waits for the gradient of {name}, which the loss does not use: remove or freeze the "
                     "parameter, or set +strategy.find_unused_parameters=true"
                 )
-            if weight.grad is not None and not is_averaged:
+            if weight.grad is not None and is_averaged is False:
                 raise UserError(
                     f"DDP does not average the gradient of {name}, which was frozen when it began: let the parameter "
                     "be trainable from the start"
@@ -236,8 +237,7 @@ class DDP(DDPStrategy):
     def on_validation_start(self) -> None:
         self._average(self.lightning_module.parameters())
 
-    def on_train_end(self) -> None:
-        self._average(self.lightning_module.parameters())
+    on_train_end = on_validation_start
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._average(self.lightning_module.parameters())

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from onecurve.data.batch import StepPart
 from onecurve.errors import UserError
 from onecurve.network.compilation import constant
-from onecurve.network.tensors import to_local, upcast_half
+from onecurve.network.tensors import upcast_half
 from onecurve.observe.step_times import timed_communication
 from onecurve.parallel.tree_sum import TreeSum, sum_over_ranks
 
@@ -137,14 +136,15 @@ class PassSums:
         for weight in self.weights:
             weight.grad = None
 
+    @torch.no_grad()
     def end_backward(self, first: int, count: int = 1) -> None:
         """Add the gradients of virtual rank `first`, or the sum of the gradients of `count` of them."""
         gradients = []
         for number, weight in enumerate(self.weights):
             if weight.grad is None:
-                gradients.append(torch.zeros_like(to_local(weight)))
+                gradients.append(torch.zeros_like(weight))
             else:
-                gradients.append(to_local(weight.grad))
+                gradients.append(weight.grad)
                 self._has_gradient[number] = True
             weight.grad = None
         self._gradients.add(gradients, first, count)
@@ -174,8 +174,7 @@ class PassSums:
         for weight, gradient, kept, has_one in zip(self.weights, gradients, self._kept, has_gradient, strict=True):
             weight.grad = kept
             if has_one:
-                new = _shaped_like(gradient, weight)
-                weight.grad = new if kept is None else new + kept
+                weight.grad = gradient if kept is None else gradient + kept
 
     def _add(self, of_processes: Sequence[range], group: Any) -> tuple[list[Tensor], list[Tensor]]:
         """Return the sums of the gradients, and the means of the buffers, over all virtual ranks."""
@@ -191,11 +190,3 @@ class PassSums:
 
 def _shapes(buffers: Sequence[tuple[nn.Module, str, Tensor]]) -> set[tuple[nn.Module, str, torch.Size]]:
     return {(part, name, buffer.shape) for part, name, buffer in buffers}
-
-
-def _shaped_like(local: Tensor, weight: Tensor) -> Tensor:
-    """Return a gradient as that of a weight: a shard if the weight is one."""
-    if not isinstance(weight, DTensor):
-        return local
-    mesh, placements = weight.device_mesh, weight.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())

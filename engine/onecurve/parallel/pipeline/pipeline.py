@@ -27,6 +27,7 @@ from onecurve.errors import UserError, check_choice
 from onecurve.network.module_state import without_log
 from onecurve.observe.step_times import timed_communication, timed_computation
 from onecurve.observe.steps import is_compared_step
+from onecurve.parallel.gather import gather_objects
 from onecurve.parallel.gradients import average_over, clip_by_norm_over
 from onecurve.parallel.pipeline.blocks import Block, constants, ordered_blocks
 from onecurve.parallel.pipeline.rehearsal import check_module, check_stages, check_updates, input_of_network
@@ -47,7 +48,6 @@ from onecurve.parallel.pipeline.stage import (
 )
 from onecurve.parallel.pipeline.virtual_ranks import StageRanks
 from onecurve.parallel.sharded_state import ShardedStateStrategy
-from onecurve.random.dropout import dropouts
 from onecurve.random.random_functions import sample_random
 
 _log = logging.getLogger(__name__)
@@ -97,7 +97,6 @@ class Pipeline(ShardedStateStrategy):
         self.outputs: list[Tensor] | None = None
         self._losses: list[Tensor] | None = None  # of the micro-batches, on the last stage's rank; None before they run
         self._random_calls = 0  # calls of random functions in a forward pass of the network in training
-        self._draws = False  # whether it has such calls, or dropout layers
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []  # the schedule's gradients, until `backward`
 
     @property
@@ -154,7 +153,6 @@ class Pipeline(ShardedStateStrategy):
         self._stage_to_rank = self.spec.stage_to_rank(self.device_mesh["pipeline"].size())
         blocks, stages = self._cut(module)
         self._random_calls = sum(stage.calls for stage in stages)
-        self._draws = self._random_calls > 0 or bool(dropouts(net))
         self._keep_own_stages(net, blocks, stages)
         self.sent = values_sent(blocks)
         built = build_stages(self.own_stages, self.sent, self._group, self.root_device)
@@ -213,9 +211,7 @@ class Pipeline(ShardedStateStrategy):
         data = cast(Any, module.trainer).datamodule
         parts = 1 if self.is_bit_exact else self.microbatches
         count = data.layout.samples_per_batch if data.has_training_data else 2 * parts
-        batch = self.precision_plugin.convert_input(data.example_batch(count))
-        batch = data.transfer_batch_to_device(data.on_before_batch_transfer(batch, 0), self.root_device, 0)
-        batch = data.on_after_batch_transfer(batch, 0)
+        batch = self.batch_to_device(self.precision_plugin.convert_input(data.example_batch(count)))
         inputs = micro_batch(input_of_network(module, batch), 0, parts).contiguous()
         return inputs, micro_batch(batch, 0, parts)
 
@@ -242,16 +238,18 @@ class Pipeline(ShardedStateStrategy):
         returned = result["loss"] if isinstance(result, dict) else result
         if self._losses is not None and isinstance(returned, Tensor):
             self.compare_loss(returned.detach())
-        self._losses = None
         return result
 
     def compare_loss(self, loss: Tensor) -> None:
         """Check that `training_step` returns the trained loss on every rank; later steps may add terms to the first."""
         if not is_compared_step(cast(Any, self.lightning_module).trainer):
             return
-        losses = self._losses or [loss]  # the last stage's rank has those of the schedule
-        returned, sums, tolerance = _gather_losses(loss, losses, self._group)
+        losses = [one.detach() for one in self._losses or [loss]]  # the last stage's rank has those of the schedule
+        precision = max(torch.finfo(one.dtype).eps for one in (loss, *losses))
+        rows = gather_objects((float(loss), float(torch.stack(losses).sum()), precision), self._group)
+        returned, sums, precisions = torch.tensor(rows, dtype=torch.float64).unbind(1)
         trained = sums[self._stage_to_rank[-1]]
+        tolerance = float(precisions.max()) ** 0.75  # of a few sums; ranks differ if it reads a rank's weights
         if not torch.allclose(returned, trained, rtol=tolerance, atol=tolerance / 10, equal_nan=True):
             name = type(self.lightning_module).__name__
             raise UserError(
@@ -273,21 +271,19 @@ class Pipeline(ShardedStateStrategy):
         """Train a batch from the inputs of the network; return its (samples, ...) outputs on every rank."""
         if self._losses is not None:
             raise self._called_twice()
-        keys = sample_random.keys if self._draws else None
-        count, seed = len(batch), sample_random.call_seed
+        keys, count, seed = sample_random.keys, len(batch), sample_random.call_seed
         parts = split_samples(inputs, count)
         check_shape(parts[0], self.sent[0][0], is_trained=True)
         outputs = self.run_schedule(
             parts.flatten(0, 1),
             batch,
             divisor=1 if isinstance(batch[0], Batch) else count,  # a Batch has weights, whose sum over all is 1
-            keys=None if keys is None else split_samples(keys, count).contiguous(),
+            keys=split_samples(keys, count).contiguous(),
         )
-        if keys is not None:
-            sample_random.begin_micro_batch(keys, seed + self._random_calls)
+        sample_random.begin_micro_batch(keys, seed + self._random_calls)
         return join_samples(outputs, count)
 
-    def run_schedule(self, inputs: Tensor, micro_batches: Sequence[Any], divisor: int, keys: Tensor | None) -> Tensor:
+    def run_schedule(self, inputs: Tensor, micro_batches: Sequence[Any], divisor: int, keys: Tensor) -> Tensor:
         """Run the forward and the backward passes of all micro-batches; return their outputs on every rank.
 
         `_gradients` gets the gradients; those of the parameters stay as they were, until Lightning resets them.
@@ -296,7 +292,7 @@ class Pipeline(ShardedStateStrategy):
             inputs: those of the network, one micro-batch after the other, as are the outputs.
             micro_batches: what `loss` takes.
             divisor: divides the losses.
-            keys: (micro-batches, n) keys of the samples' random numbers; None if the network draws none.
+            keys: (micro-batches, n) keys of the samples' random numbers.
         """
         self._check_constants()
         self._losses, self._micro_batches, self._divisor = [], micro_batches, divisor
@@ -380,14 +376,3 @@ class Pipeline(ShardedStateStrategy):
         parts: list[Any] | None = [None] * dist.get_world_size(self._group) if self._pipeline_rank == 0 else None
         dist.gather_object(own, parts, group=self._group, group_dst=0)
         return parts or []
-
-
-def _gather_losses(returned: Tensor, parts: Sequence[Tensor], group: Any) -> tuple[Tensor, Tensor, float]:
-    """Return the losses and the sums of their parts, (ranks,), and the relative tolerance of their comparison."""
-    losses = [part.detach() for part in parts]
-    eps = max(torch.finfo(part.dtype).eps for part in (returned, *losses))
-    row = torch.stack([returned, torch.stack(losses).sum(), torch.tensor(eps, device=returned.device)]).double()
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, row, group=group)
-    of_ranks, sums, precisions = torch.stack(rows).unbind(1)
-    return of_ranks, sums, float(precisions.max()) ** 0.75  # of a few sums; ranks differ if it reads a rank's weights

@@ -78,11 +78,14 @@ class Stage(nn.Module):
     Attributes:
         calls: calls of random functions in the last forward pass.
         calls_before: such calls in the stages before it.
-        keys: (micro-batches, n) keys of the samples of the batch; None if no random number is drawn.
+        keys: (micro-batches, n) keys of the samples of the batch.
         seed: seed of torch's generator before the batch.
         pass_sums: gets the gradients and buffers of each micro-batch, if it is a virtual rank.
         first_virtual_rank: that of the first micro-batch.
     """
+
+    keys: Tensor
+    seed: int
 
     def __init__(self, net: nn.Module, blocks: Sequence[Block], inputs: Sequence[fx.Node]) -> None:
         super().__init__()
@@ -90,8 +93,6 @@ class Stage(nn.Module):
         self.body = fx.GraphModule(net, extract_graph(nodes, inputs, outputs))
         self.calls, self.calls_before = 0, 0
         self._dropouts = dropouts(self)
-        self.keys: Tensor | None = None
-        self.seed = 0
         self.pass_sums: PassSums | None = None
         self.first_virtual_rank = 0
         # Of each value as it left the last stage's layers: channels last is lost when it is sent.
@@ -104,8 +105,6 @@ class Stage(nn.Module):
 
     def begin_micro_batch(self, number: int) -> None:
         """Draw random numbers for the samples of a micro-batch; in its backward pass, a block may be computed again."""
-        if self.keys is None:
-            return
         sample_random.begin_micro_batch(self.keys[number], self.seed + self.calls_before)
         if self._dropouts:
             set_keys(self._dropouts, self.keys[number])
