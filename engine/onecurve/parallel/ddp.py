@@ -149,26 +149,31 @@ class DDP(DDPStrategy):
                 "replaces when a run resumes: set it to false, or take strategy=fsdp"
             )
 
-    def wrap(self, model: nn.Module) -> DistributedDataParallel:
+    def configure_ddp(self) -> None:
+        """Wrap the module, and register the hook; of virtual ranks `VirtualRanks` adds the gradients."""
         if self._adds_virtual_ranks:
-            return cast(DistributedDataParallel, model)  # `VirtualRanks` adds the gradients
-        self._is_averaged: dict[Tensor, bool] = {weight: weight.requires_grad for weight in model.parameters()}
+            return
+        module = cast(nn.Module, self.lightning_module)
+        self._is_averaged: dict[Tensor, bool] = {weight: weight.requires_grad for weight in module.parameters()}
         # Lightning builds DDP on a side stream, for capture in a CUDA graph (strategies/ddp.py:194 in 2.6.6).
         # Gradients would then accumulate on that stream, and each backward pass would wait for the other one:
         # https://github.com/Lightning-AI/pytorch-lightning/issues/21567
-        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self.ddp_options)
+        self.model = DistributedDataParallel(module, device_ids=self.determine_ddp_device_ids(), **self.ddp_options)
+        if self.comm_hook == "powersgd":
+            self.hook_state = PowerSGDState(None, self.matrix_approximation_rank, self.comm_start_step)
+        elif self.comm_hook == "post_local_sgd":
+            self.hook_state = PostLocalSGDState(None, None, self.comm_start_step, post_local_gradient_allreduce=False)
+        if self.comm_hook:
+            self.model.register_comm_hook(self.hook_state, _hook(self.comm_hook))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Begin anew after weights were frozen, unfrozen or added: DDP averages those that it has found trainable."""
-        if not self._adds_virtual_ranks and self._trains_others():
-            self.model = self.wrap(cast(nn.Module, self.lightning_module))
-            self.register_hook()
-            self.on_train_start()
-
-    def _trains_others(self) -> bool:
-        """Return whether other weights are trained than when the network was wrapped."""
+        if self._adds_virtual_ranks:
+            return
         weights = [*self._is_averaged, *weights_of(self.optimizers)]
-        return any(weight.requires_grad != self._is_averaged.get(weight) for weight in weights)
+        if any(weight.requires_grad != self._is_averaged.get(weight) for weight in weights):
+            self.configure_ddp()
+            self.on_train_start()
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Check the gradients before `on_after_backward`, in which the module may drop some, as of a frozen layer."""
@@ -220,14 +225,6 @@ class DDP(DDPStrategy):
                 optimizer.register_load_state_dict_post_hook(_share_state)
             for config in self.lr_scheduler_configs:
                 config.scheduler.optimizer = self.optimizers[optimizers.index(config.scheduler.optimizer)]
-
-    def register_hook(self) -> None:
-        if self.comm_hook == "powersgd":
-            self.hook_state = PowerSGDState(None, self.matrix_approximation_rank, self.comm_start_step)
-        elif self.comm_hook == "post_local_sgd":
-            self.hook_state = PostLocalSGDState(None, None, self.comm_start_step, post_local_gradient_allreduce=False)
-        if self.comm_hook:
-            cast(DistributedDataParallel, self.model).register_comm_hook(self.hook_state, _hook(self.comm_hook))
 
     def on_train_start(self) -> None:
         """Give the averaging of weights the step that it would have in an uninterrupted run."""
