@@ -8,7 +8,6 @@ from typing import Any
 from lightning.pytorch import loggers, strategies
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as SpawnLauncher
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["SpawnLauncher"]  # spawns the processes of a strategy, which takes a launcher of any class
@@ -37,15 +36,8 @@ class ModelParallelStrategy(strategies.ModelParallelStrategy):
         self._setup_distributed()
         self._device_mesh = self.make_mesh()
 
-    def _setup_model(self, model: nn.Module) -> nn.Module:
-        return self.wrap(model)
-
     def make_mesh(self) -> DeviceMesh:
         """Return the mesh of the processes."""
-        raise NotImplementedError
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Parallelize the network."""
         raise NotImplementedError
 
 

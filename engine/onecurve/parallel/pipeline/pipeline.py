@@ -86,17 +86,10 @@ class Pipeline(ShardedStateStrategy):
             raise UserError(f"strategy.microbatches={microbatches}: give a number of at least one")
         self.stages, self.schedule, self.spec = stages, schedule, SCHEDULES[schedule]
         self.microbatches, self.split, self.data_parallel = microbatches, split, data_parallel
-        self._torch_schedule: Any = None  # set when the network is split
-        self.own_stages: dict[int, Stage] = {}  # the stages of this rank by their number
-        self._parameters: list[nn.Parameter] = []  # the parameters of these stages
         self._batch: list[Any] | None = None  # the micro-batches of the current training batch
-        self.sent: list[list[Tensor]] = []  # meta tensors like the inputs of the network and the outputs of each stage
-        self._micro_batches: Sequence[Any] = ()  # of the schedule that runs, for `loss`
-        self._divisor = 1  # of their losses
         # Those of the network in the pass of a virtual rank, until it is called.
         self.outputs: list[Tensor] | None = None
         self._losses: list[Tensor] | None = None  # of the micro-batches, on the last stage's rank; None before they run
-        self._random_calls = 0  # calls of random functions in a forward pass of the network in training
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []  # the schedule's gradients, until `backward`
 
     @property
@@ -152,12 +145,12 @@ class Pipeline(ShardedStateStrategy):
             self.microbatches = len(data.parallel.virtual_ranks(data.virtual_ranks))
         self._stage_to_rank = self.spec.stage_to_rank(self.device_mesh["pipeline"].size())
         blocks, stages = self._cut(module)
-        self._random_calls = sum(stage.calls for stage in stages)
+        self._random_calls = sum(stage.calls for stage in stages)  # in a forward pass of the network in training
         self._keep_own_stages(net, blocks, stages)
-        self.sent = values_sent(blocks)
+        self.sent = values_sent(blocks)  # meta tensors like the inputs of the network and the outputs of each stage
         built = build_stages(self.own_stages, self.sent, self._group, self.root_device)
         self._torch_schedule = build_schedule(self.schedule, built, self.microbatches, self._loss)
-        self._parameters = list(module.parameters())
+        self._parameters = list(module.parameters())  # those of the own stages
         net.forward = self._forward
         if self.is_global_zero:
             self._log_stages(blocks)
@@ -224,7 +217,7 @@ class Pipeline(ShardedStateStrategy):
         """Return the loss of micro-batch `number`, a CPU tensor because the schedule splits a tensor of targets."""
         with timed_computation():
             loss = cast(Any, self.lightning_module).loss(outputs[0], self._micro_batches[int(number)])
-        return loss if self._divisor == 1 else loss / self._divisor
+        return loss / self._divisor
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if self.outputs is not None:  # of a virtual rank, whose passes the schedule has computed
