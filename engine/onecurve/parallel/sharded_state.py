@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from onecurve.checkpoint import sharded
 from onecurve.checkpoint.io import read_checkpoint, write_error
 from onecurve.checkpoint.optimizer_state import merge, shard_like
-from onecurve.errors import UserError
 from onecurve.network.tensors import to_full_tensor, with_versions
 from onecurve.observe.step_times import timed_communication
 from onecurve.parallel.gather import all_gather
@@ -23,19 +22,12 @@ from onecurve.patches.lightning_strategies import ModelParallelStrategy
 
 
 def prepare_to_shard(part: nn.Module) -> None:
-    """Make the weights that FSDP2 is to gather at once contiguous, or raise a UserError if they differ in type."""
+    """Make the weights that FSDP2 is to gather at once contiguous."""
     let_data_write_shards()
     let_numbers_be_of_all_shards()
-    weights = {name: weight for name, weight in part.named_parameters() if not isinstance(weight, DTensor)}
-    for weight in weights.values():
-        weight.data = weight.data.contiguous()  # FSDP2 supports neither channels last nor a transposed matrix
-    types = {weight.dtype: name for name, weight in weights.items()}
-    if len(types) > 1:
-        named = " and ".join(f"{name} ({dtype})" for dtype, name in types.items())
-        raise UserError(
-            f"FSDP gathers {named} at once, which must have one type: convert one, move it into a block of its own, or "
-            "use strategy=ddp"
-        )
+    for weight in part.parameters():
+        if not isinstance(weight, DTensor):
+            weight.data = weight.data.contiguous()  # FSDP2 supports neither channels last nor a transposed matrix
 
 
 class ShardedStateStrategy(ModelParallelStrategy):
