@@ -239,8 +239,7 @@ class DDP(DDPStrategy):
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self.averager is not None:
-            self._average(value for moments in optimizer.state.values() for value in moments.values())
+        self._average(value for moments in optimizer.state.values() for value in moments.values())
         return super().optimizer_state(optimizer)
 
     def _average(self, values: Iterable[Any]) -> None:

@@ -48,6 +48,7 @@ from onecurve.parallel.pipeline.stage import (
 )
 from onecurve.parallel.pipeline.virtual_ranks import StageRanks
 from onecurve.parallel.sharded_state import ShardedStateStrategy
+from onecurve.random.dropout import dropouts
 from onecurve.random.random_functions import sample_random
 
 _log = logging.getLogger(__name__)
@@ -146,6 +147,7 @@ class Pipeline(ShardedStateStrategy):
         self._stage_to_rank = self.spec.stage_to_rank(self.device_mesh["pipeline"].size())
         blocks, stages = self._cut(module)
         self._random_calls = sum(stage.calls for stage in stages)  # in a forward pass of the network in training
+        self._draws = self._random_calls > 0 or bool(dropouts(net))
         self._keep_own_stages(net, blocks, stages)
         self.sent = values_sent(blocks)  # meta tensors like the inputs of the network and the outputs of each stage
         built = build_stages(self.own_stages, self.sent, self._group, self.root_device)
@@ -264,19 +266,23 @@ class Pipeline(ShardedStateStrategy):
         """Train a batch from the inputs of the network; return its (samples, ...) outputs on every rank."""
         if self._losses is not None:
             raise self._called_twice()
-        keys, count, seed = sample_random.keys, len(batch), sample_random.call_seed
+        count, seed = len(batch), sample_random.call_seed
+        keys = (
+            sample_random.keys if self._draws else None
+        )  # which may be others than rows, if the dataset makes batches
         parts = split_samples(inputs, count)
         check_shape(parts[0], self.sent[0][0], is_trained=True)
         outputs = self.run_schedule(
             parts.flatten(0, 1),
             batch,
             divisor=1 if isinstance(batch[0], Batch) else count,  # a Batch has weights, whose sum over all is 1
-            keys=split_samples(keys, count).contiguous(),
+            keys=None if keys is None else split_samples(keys, count).contiguous(),
         )
-        sample_random.begin_micro_batch(keys, seed + self._random_calls)
+        if keys is not None:
+            sample_random.begin_micro_batch(keys, seed + self._random_calls)
         return join_samples(outputs, count)
 
-    def run_schedule(self, inputs: Tensor, micro_batches: Sequence[Any], divisor: int, keys: Tensor) -> Tensor:
+    def run_schedule(self, inputs: Tensor, micro_batches: Sequence[Any], divisor: int, keys: Tensor | None) -> Tensor:
         """Run the forward and the backward passes of all micro-batches; return their outputs on every rank.
 
         `_gradients` gets the gradients; those of the parameters stay as they were, until Lightning resets them.
@@ -285,7 +291,7 @@ class Pipeline(ShardedStateStrategy):
             inputs: those of the network, one micro-batch after the other, as are the outputs.
             micro_batches: what `loss` takes.
             divisor: divides the losses.
-            keys: (micro-batches, n) keys of the samples' random numbers.
+            keys: (micro-batches, n) keys of the samples' random numbers; None if the network draws none.
         """
         self._check_constants()
         self._losses, self._micro_batches, self._divisor = [], micro_batches, divisor

@@ -78,12 +78,12 @@ class Stage(nn.Module):
     Attributes:
         calls: calls of random functions in the last forward pass.
         calls_before: such calls in the stages before it.
-        keys: (micro-batches, n) keys of the samples of the batch.
+        keys: (micro-batches, n) keys of the samples of the batch; None if no random number is drawn.
         seed: seed of torch's generator before the batch.
         pass_sums: gets the gradients and buffers of each micro-batch, if it is a virtual rank.
     """
 
-    keys: Tensor
+    keys: Tensor | None
     seed: int
 
     def __init__(self, net: nn.Module, blocks: Sequence[Block], inputs: Sequence[fx.Node]) -> None:
@@ -103,6 +103,8 @@ class Stage(nn.Module):
 
     def begin_micro_batch(self, number: int) -> None:
         """Draw random numbers for the samples of a micro-batch; in its backward pass, a block may be computed again."""
+        if self.keys is None:
+            return
         sample_random.begin_micro_batch(self.keys[number], self.seed + self.calls_before)
         if self._dropouts:
             set_keys(self._dropouts, self.keys[number])
