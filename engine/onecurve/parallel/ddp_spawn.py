@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 
 from onecurve.observe.wandb import wandb_ends
 from onecurve.parallel.ddp import DDP
-from onecurve.patches.lightning_loops import set_steps_of_loggers, steps_of_loggers
+from onecurve.patches.lightning_loops import set_progress, steps_of_loggers
 from onecurve.patches.lightning_strategies import SpawnLauncher
 from onecurve.process import signals
 from onecurve.process.rank import connect_debugger, log_to_folder, process_group_closed, tune_malloc
@@ -36,15 +36,13 @@ class _Launcher(SpawnLauncher):
 
     def get_extra_results(self, trainer: L.Trainer) -> dict[str, Any]:
         return super().get_extra_results(trainer) | {
-            "step": steps_of_loggers(trainer),
-            "epoch": trainer.current_epoch,
+            "position": {"steps": steps_of_loggers(trainer), "epoch": trainer.current_epoch, "epoch_steps": 0},
             "best": [getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks],
         }
 
     def update_main_process_results(self, trainer: L.Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
-        set_steps_of_loggers(trainer, extra["step"])
-        trainer.fit_loop.epoch_progress.current.completed = extra["epoch"]
+        set_progress(trainer, extra["position"])
         for callback, path in zip(trainer.checkpoint_callbacks, extra["best"], strict=True):
             callback.best_model_path = path
 

@@ -31,7 +31,7 @@ class NormGroups(L.Callback):
         It is called again when the module has made its last layers, which may be compiled already.
         """
         norms = [part for part in pl_module.modules() if isinstance(part, AnyBatchNorm)]
-        if stage != "fit" or len(norms) == len(list(grouped_norms(pl_module))):
+        if stage != "fit" or all(isinstance(part, GroupedBatchNorm) for part in norms):
             return
         data: Any = trainer.datamodule
         layout = data.layout
