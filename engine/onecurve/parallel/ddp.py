@@ -191,18 +191,19 @@ class DDP(DDPStrategy):
         may_skip = self._adds_virtual_ranks or model.find_unused_parameters or not module.automatic_optimization
         if may_skip or not model.require_backward_grad_sync:
             return
-        for name, weight in module.named_parameters():
-            is_averaged = self._is_averaged.get(weight)
-            if is_averaged and weight.grad is None:
+        for weight, is_averaged in self._is_averaged.items():
+            if is_averaged != (weight.grad is None):
+                continue
+            name = next((name for name, one in module.named_parameters() if one is weight), "a weight")
+            if is_averaged:
                 raise UserError(
                     f"DDP waits for the gradient of {name}, which the loss does not use: remove or freeze the "
                     "parameter, or set +strategy.find_unused_parameters=true"
                 )
-            if weight.grad is not None and is_averaged is False:
-                raise UserError(
-                    f"DDP does not average the gradient of {name}, which was frozen when it began: let the parameter "
-                    "be trainable from the start"
-                )
+            raise UserError(
+                f"DDP does not average the gradient of {name}, which was frozen when it began: let the parameter "
+                "be trainable from the start"
+            )
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         super().setup_optimizers(trainer)
