@@ -255,7 +255,8 @@ class GroupedBatchNorm(AnyBatchNorm):
             if self.is_first_pass:
                 running.mul_(1 - momentum)
             running.add_(moment * (momentum / micro_batches))
-        self.is_first_pass = micro_batches == 1
+        if micro_batches > 1:
+            self.is_first_pass = False
 
     def _count_pass(self, input: Tensor) -> None:
         self.lengths.append(input[:, 0].numel() // sum(self.groups.sizes))
