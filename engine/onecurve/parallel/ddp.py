@@ -131,6 +131,8 @@ class DDP(DDPStrategy):
 
     def _check_options(self, trainer: L.Trainer) -> None:
         """Raise a UserError for options that exclude others of the run."""
+        if self.comm_hook == "bf16" and self.root_device.type == "cpu":
+            raise UserError("strategy.comm_hook=bf16: DDP of torch takes that hook on GPUs only; take fp16")
         if self.comm_hook == "post_local_sgd":
             if any(getattr(callback, "averages_weights", False) for callback in trainer.callbacks):
                 raise UserError("callbacks.ema averages each rank's own weights under post_local_sgd: leave out one")

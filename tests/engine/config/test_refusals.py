@@ -370,6 +370,7 @@ ON_RANKS = [
     (f"{EXACT}=1 strategy=ddp", "virtual_ranks=1 leaves one of 2 data-parallel ranks without one"),
     (f"{EXACT}=1 {PIPELINE}", "1f1b with 1 micro-batches: .* virtual_ranks"),
     (f"{EXACT}=4 {PIPELINE} model._target_={__name__}.noisy ~model.norm ~model.width", "torch.randn, .* draws numbers"),
+    ("strategy=ddp strategy.comm_hook=bf16", "take fp16"),
     (f"{POST_LOCAL} callbacks=[default,ema]", "callbacks.ema"),
     (f"{POST_LOCAL} experiment=gan data=shapes", "post_local_sgd"),
     ("strategy=ddp model._target_=tests.support.zoo.Unused ~model.norm", r"auxiliary.* \+strategy.find_unused_param"),
