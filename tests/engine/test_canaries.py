@@ -14,7 +14,6 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
-from torch import nn
 from torch.distributed.elastic.multiprocessing.api import PContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -101,20 +100,16 @@ class SetUp(SingleDeviceStrategy):
         self.calls.append("model_to_device")
         super().model_to_device()
 
-    def _setup_model(self, model: nn.Module) -> nn.Module:
-        self.calls.append("_setup_model")
-        return super()._setup_model(model)
-
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         self.calls.append("setup_optimizers")
         super().setup_optimizers(trainer)
 
 
 def test_lightning_lets_a_strategy_split_the_model() -> None:
-    """ShardedStateStrategy calls Strategy.setup, which calls `_setup_model` before it builds the optimizers."""
+    """ShardedStateStrategy does so in `model_to_device`, which Strategy.setup calls before it builds the optimizers."""
     strategy = SetUp()
     train(strategy=strategy)
-    order = [strategy.calls.index(name) for name in ("model_to_device", "_setup_model", "setup_optimizers")]
+    order = [strategy.calls.index(name) for name in ("model_to_device", "setup_optimizers")]
     assert order == sorted(order)
 
 

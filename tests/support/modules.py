@@ -256,7 +256,7 @@ class LogsToExperiment(Plain):
 
 
 class Unshardable(Plain):
-    """A weight that FSDP2 does not take as it is: a scalar, one with sparse gradients, a transposed one, another type.
+    """A weight that FSDP2 does not take as it is: a scalar, one with sparse gradients, a transposed one.
 
     Args:
         kind: which of them.
@@ -271,5 +271,3 @@ class Unshardable(Plain):
             self.net.append(nn.Embedding(4, 10, sparse=True))
         if kind == "transposed":
             self.net[0].weight = nn.Parameter(torch.rand(10, 10).T)
-        if kind == "types":
-            self.net[0].bias.data = self.net[0].bias.data.half()

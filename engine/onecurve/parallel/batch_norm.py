@@ -118,7 +118,7 @@ def revert_norm_groups(net: nn.Module) -> None:
     for norm in list(grouped_norms(net)):
         norm.__class__ = norm.class_before  # type: ignore[assignment]
         # `forward` is there if the layer itself was compiled, with the methods of the other class.
-        for name in ("class_before", "groups", "lengths", "is_first_pass", "passes", "is_normalized", "forward"):
+        for name in ("class_before", "groups", "lengths", "is_first_pass", "is_normalized", "forward"):
             vars(norm).pop(name, None)
 
 
@@ -151,7 +151,6 @@ class GroupedBatchNorm(AnyBatchNorm):
         class_before: the class of the layer before `apply_norm_groups`.
         lengths: values of a channel in a sample, for each forward pass of this step, if the layer is not compiled.
         is_first_pass: whether the next forward pass in training is the first one of its optimizer step.
-        passes: number of forward passes of this step, if it has several micro-batches and the layer is not compiled.
         is_normalized: whether the forward pass called `F.batch_norm` with the running statistics of the layer.
     """
 
@@ -159,16 +158,16 @@ class GroupedBatchNorm(AnyBatchNorm):
     class_before: type[AnyBatchNorm]
     lengths: list[int]
     is_first_pass: bool
-    passes: int
     is_normalized: bool
 
     def begin_step(self) -> None:
         """Let the next forward pass be the first one of an optimizer step."""
-        self.is_first_pass, self.passes = True, 0
+        self.is_first_pass = True
+        self.lengths.clear()
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.training and not torch.compiler.is_compiling():
-            self.lengths.append(input[:, 0].numel() // sum(self.groups.sizes))
+        if self.training and not torch.compiler.is_compiling():  # it would compile the layer for each number
+            remember(lambda: self._count_pass(input))
         # One group that a process holds in one piece is what torch's layer normalizes, with fewer kernels.
         if not self.training or (self.groups.counts == ((len(input),),) and self.groups.micro_batches == 1):
             return super().forward(input, *args, **kwargs)
@@ -258,13 +257,14 @@ class GroupedBatchNorm(AnyBatchNorm):
             running.add_(moment * (momentum / micro_batches))
         if micro_batches > 1:
             self.is_first_pass = False
-            if not torch.compiler.is_compiling():  # it would compile the layer for each number
-                self.passes += 1
-                self.check_passes(micro_batches)
+
+    def _count_pass(self, input: Tensor) -> None:
+        self.lengths.append(input[:, 0].numel() // sum(self.groups.sizes))
+        self.check_passes(self.groups.micro_batches)
 
     def check_passes(self, limit: int) -> None:
-        """Raise a UserError if there were more: the running statistics would depend on their number."""
-        if self.passes > limit:
+        """Raise a UserError if micro-batches had more: the running statistics would depend on their number."""
+        if self.groups.micro_batches > 1 and self.running_mean is not None and len(self.lengths) > limit:
             raise UserError(
                 "trainer.accumulate_grad_batches or strategy.microbatches: a batch normalization layer runs more than "
                 "once in a forward pass, or again in torch.utils.checkpoint: set it to 1, or use "
@@ -367,17 +367,14 @@ class _Normalize(torch.autograd.Function):
         of_groups = [_backward(*part, weight, ctx.eps) for part in parts]
         grad_inputs, grad_weights, grad_biases = zip(*of_groups, strict=True)
         sums = torch.stack([torch.stack(grad_weights), torch.stack(grad_biases)])  # (2, groups, channels)
-        grad_weight, grad_bias = sums.sum(1)  # of this rank, before the ranks add theirs
+        own = (None, None) if weight is None else sums.sum(1)  # of this rank, before the ranks add theirs
         with timed_communication():
             dist.all_reduce(sums, group=ctx.process_group)
         slope, shift = _terms_of_moments(sums / values, mean, torch.rsqrt(var + ctx.eps), weight)
         per_channel = [-1] + [1] * (input.ndim - 2)
         for grad, x, a, b in zip(grad_inputs, inputs, slope, shift, strict=True):
             grad.addcmul_(x, a.view(per_channel)).add_(b.view(per_channel))
-        grad_input = torch.cat(grad_inputs)
-        if weight is None:
-            return grad_input, *[None] * 8
-        return grad_input, grad_weight, grad_bias, *[None] * 6
+        return torch.cat(grad_inputs), *own, *[None] * 6
 
 
 def _terms_of_moments(means: Tensor, mean: Tensor, inv_std: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:

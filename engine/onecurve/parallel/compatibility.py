@@ -110,9 +110,7 @@ def check_division(trainer: Any, module: L.LightningModule) -> None:
             "its steps itself: unset it, or let the module optimize automatically"
         )
     if trainer.bit_exact or accumulate > 1 or devices > 1:
-        _check_layers(module)
-    if not trainer.bit_exact and (accumulate > 1 or devices > 1):
-        _check_hooks(module)
+        _check_parts(module, trainer.bit_exact)
     if trainer.bit_exact and accumulate > 1:
         raise UserError(
             f"bit_exact=true computes a step in virtual_ranks={trainer.virtual_ranks} passes already: set "
@@ -122,8 +120,11 @@ def check_division(trainer: Any, module: L.LightningModule) -> None:
         check_can_be_bit_exact(trainer.strategy, trainer.virtual_ranks, devices)
 
 
-def _check_layers(module: L.LightningModule) -> None:
-    """Check that no layer gives sparse gradients or changes its weights in the forward pass, as nn.Embedding may."""
+def _check_parts(module: L.LightningModule, bit_exact: bool) -> None:
+    """Check that no layer gives sparse gradients or changes its weights in the forward pass, as nn.Embedding may.
+
+    Without `bit_exact`, no hook may take the gradient of a process or a micro-batch for that of the step.
+    """
     for name, part in module.named_modules():
         if getattr(part, "sparse", None) is True:
             # With gloo, DDP of torch 2.13 divides the dense gradients twice if there is a sparse one.
@@ -136,12 +137,8 @@ def _check_layers(module: L.LightningModule) -> None:
                 f"{name} has max_norm, so its forward pass writes into the weights of the samples that a process, "
                 "micro-batch or virtual rank has: normalize its outputs, or train on one device"
             )
-
-
-def _check_hooks(module: L.LightningModule) -> None:
-    """Check that no hook takes the gradient of a process or a micro-batch for that of the step."""
     for name, weight in module.named_parameters():
-        if has_accumulation_hook(weight):
+        if not bit_exact and has_accumulation_hook(weight):
             raise UserError(
                 f"{name} has a hook of register_post_accumulate_grad_hook, which gets the gradient of each process or "
                 "micro-batch: use the hook on_before_optimizer_step of the module, or set bit_exact=true"

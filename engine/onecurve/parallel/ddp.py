@@ -6,6 +6,7 @@ Lightning's DDPStrategy takes communication hooks as objects, on GPUs only, and 
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
+from unittest import mock
 
 import lightning as L
 import torch
@@ -131,7 +132,7 @@ class DDP(DDPStrategy):
     def _check_options(self, trainer: L.Trainer) -> None:
         """Raise a UserError for options that exclude others of the run."""
         if self.comm_hook == "bf16" and self.root_device.type == "cpu":
-            raise UserError("strategy.comm_hook=bf16: gloo, which CPUs use, does not reduce that type; take fp16")
+            raise UserError("strategy.comm_hook=bf16: DDP of torch takes that hook on GPUs only; take fp16")
         if self.comm_hook == "post_local_sgd":
             if any(getattr(callback, "averages_weights", False) for callback in trainer.callbacks):
                 raise UserError("callbacks.ema averages each rank's own weights under post_local_sgd: leave out one")
@@ -148,57 +149,63 @@ class DDP(DDPStrategy):
                 "replaces when a run resumes: set it to false, or take strategy=fsdp"
             )
 
-    def wrap(self, model: nn.Module) -> DistributedDataParallel:
+    def configure_ddp(self) -> None:
+        """Wrap the module, and register the hook; of virtual ranks `VirtualRanks` adds the gradients."""
         if self._adds_virtual_ranks:
-            return cast(DistributedDataParallel, model)  # `VirtualRanks` adds the gradients
-        self._averaged = [(name, weight, weight.requires_grad) for name, weight in model.named_parameters()]
+            return
+        module = cast(nn.Module, self.lightning_module)
+        self._is_averaged: dict[Tensor, bool] = {weight: weight.requires_grad for weight in module.parameters()}
         # Lightning builds DDP on a side stream, for capture in a CUDA graph (strategies/ddp.py:194 in 2.6.6).
         # Gradients would then accumulate on that stream, and each backward pass would wait for the other one:
         # https://github.com/Lightning-AI/pytorch-lightning/issues/21567
-        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self.ddp_options)
+        self.model = DistributedDataParallel(module, device_ids=self.determine_ddp_device_ids(), **self.ddp_options)
+        if self.comm_hook == "powersgd":
+            self.hook_state = PowerSGDState(None, self.matrix_approximation_rank, self.comm_start_step)
+        elif self.comm_hook == "post_local_sgd":
+            self.hook_state = PostLocalSGDState(None, None, self.comm_start_step, post_local_gradient_allreduce=False)
+        if self.comm_hook:
+            self.model.register_comm_hook(self.hook_state, _hook(self.comm_hook))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Begin anew after weights were frozen, unfrozen or added: DDP averages those that it has found trainable."""
-        if not self._adds_virtual_ranks and self._trains_others():
-            self.model = self.wrap(cast(nn.Module, self.lightning_module))
-            self.register_hook()
+        if self._adds_virtual_ranks:
+            return
+        weights = [*self._is_averaged, *weights_of(self.optimizers)]
+        if any(weight.requires_grad != self._is_averaged.get(weight) for weight in weights):
+            self.configure_ddp()
             self.on_train_start()
-
-    def _trains_others(self) -> bool:
-        """Return whether other weights are trained than when the network was wrapped."""
-        known = {id(weight) for _, weight, _ in self._averaged}
-        is_changed = any(weight.requires_grad != was for _, weight, was in self._averaged)
-        return is_changed or any(id(weight) not in known for weight in weights_of(self.optimizers))
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Check the gradients before `on_after_backward`, in which the module may drop some, as of a frozen layer."""
-        module, plugin = self.lightning_module, self.precision_plugin
-        assert module is not None
-        self.pre_backward(closure_loss)
-        closure_loss = plugin.pre_backward(closure_loss, module)
-        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        if not self._adds_virtual_ranks:
-            model = cast(DistributedDataParallel, self.model)
-            may_skip = model.find_unused_parameters or not module.automatic_optimization
-            if not may_skip and model.require_backward_grad_sync:
-                self._check_gradients()
-        closure_loss = plugin.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
-        return closure_loss
+        plugin = self.precision_plugin
+        finish = plugin.post_backward
 
-    def _check_gradients(self) -> None:
+        def check_and_finish(loss: Tensor, module: L.LightningModule) -> Tensor:
+            self._check_gradients(module)
+            return finish(loss, module)
+
+        with mock.patch.object(plugin, "post_backward", check_and_finish):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def _check_gradients(self, module: L.LightningModule) -> None:
         """Check that DDP has averaged the gradients: it cannot without all that it waits for, nor those of others."""
-        for name, weight, is_averaged in self._averaged:
-            if is_averaged and weight.grad is None:
+        model: Any = self.model  # not wrapped if virtual ranks are added
+        may_skip = self._adds_virtual_ranks or model.find_unused_parameters or not module.automatic_optimization
+        if may_skip or not model.require_backward_grad_sync:
+            return
+        for weight, is_averaged in self._is_averaged.items():
+            if is_averaged != (weight.grad is None):
+                continue
+            name = next((name for name, one in module.named_parameters() if one is weight), "a weight")
+            if is_averaged:
                 raise UserError(
                     f"DDP waits for the gradient of {name}, which the loss does not use: remove or freeze the "
                     "parameter, or set +strategy.find_unused_parameters=true"
                 )
-            if weight.grad is not None and not is_averaged:
-                raise UserError(
-                    f"DDP does not average the gradient of {name}, which was frozen when it began: let the parameter "
-                    "be trainable from the start"
-                )
+            raise UserError(
+                f"DDP does not average the gradient of {name}, which was frozen when it began: let the parameter "
+                "be trainable from the start"
+            )
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -220,14 +227,6 @@ class DDP(DDPStrategy):
             for config in self.lr_scheduler_configs:
                 config.scheduler.optimizer = self.optimizers[optimizers.index(config.scheduler.optimizer)]
 
-    def register_hook(self) -> None:
-        if self.comm_hook == "powersgd":
-            self.hook_state = PowerSGDState(None, self.matrix_approximation_rank, self.comm_start_step)
-        elif self.comm_hook == "post_local_sgd":
-            self.hook_state = PostLocalSGDState(None, None, self.comm_start_step, post_local_gradient_allreduce=False)
-        if self.comm_hook:
-            cast(DistributedDataParallel, self.model).register_comm_hook(self.hook_state, _hook(self.comm_hook))
-
     def on_train_start(self) -> None:
         """Give the averaging of weights the step that it would have in an uninterrupted run."""
         if self.averager is not None:
@@ -236,16 +235,14 @@ class DDP(DDPStrategy):
     def on_validation_start(self) -> None:
         self._average(self.lightning_module.parameters())
 
-    def on_train_end(self) -> None:
-        self._average(self.lightning_module.parameters())
+    on_train_end = on_validation_start
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._average(self.lightning_module.parameters())
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self.averager is not None:
-            self._average(value for moments in optimizer.state.values() for value in moments.values())
+        self._average(value for moments in optimizer.state.values() for value in moments.values())
         return super().optimizer_state(optimizer)
 
     def _average(self, values: Iterable[Any]) -> None:

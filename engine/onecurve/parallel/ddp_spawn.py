@@ -1,6 +1,8 @@
 """DDP in processes that Lightning spawns, as in many tutorials; `strategy=ddp` starts faster and shuts down better."""
 
+import os
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import lightning as L
@@ -8,7 +10,7 @@ import torch.multiprocessing as mp
 
 from onecurve.observe.wandb import wandb_ends
 from onecurve.parallel.ddp import DDP
-from onecurve.patches.lightning_loops import set_steps_of_loggers, steps_of_loggers
+from onecurve.patches.lightning_loops import set_progress, steps_of_loggers
 from onecurve.patches.lightning_strategies import SpawnLauncher
 from onecurve.process import signals
 from onecurve.process.rank import connect_debugger, log_to_folder, process_group_closed, tune_malloc
@@ -20,11 +22,11 @@ class _Launcher(SpawnLauncher):
     The test logs its metrics at the step and epoch of fit, and may read the best checkpoint.
     """
 
-    def launch(self, *args: Any, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         # This process only waits for the spawned ones, which install their own handlers.
         handlers = signals.install_handlers(signals.on_signal)
         try:
-            return super().launch(*args, **kwargs)
+            return super().launch(_run_spawned, trainer, function, *args, trainer=trainer, **kwargs)
         except mp.ProcessExitedException as error:
             if number := signals.requested() or max(0, error.exit_code - 128):
                 raise signals.Stopped(number) from None
@@ -32,41 +34,43 @@ class _Launcher(SpawnLauncher):
         finally:
             signals.restore_handlers(handlers)
 
-    def run_spawned(self, rank: int, trainer: L.Trainer, run: Callable[[], None]) -> None:
-        signals.prepare_started_process()
-        connect_debugger(rank)
-        # All ranks are on this host. Lightning logs before it sets the strategy up.
-        log_to_folder(trainer.default_root_dir, rank=rank)
-        with process_group_closed(), wandb_ends():
-            try:
-                run()
-            except BaseException:
-                for logger in trainer.loggers:
-                    logger.finalize("failed")  # Lightning does so only in processes that it did not spawn
-                raise
-
     def get_extra_results(self, trainer: L.Trainer) -> dict[str, Any]:
         return super().get_extra_results(trainer) | {
-            "step": steps_of_loggers(trainer),
-            "epoch": trainer.current_epoch,
+            "position": {"steps": steps_of_loggers(trainer), "epoch": trainer.current_epoch, "epoch_steps": 0},
             "best": [getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks],
         }
 
     def update_main_process_results(self, trainer: L.Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
-        set_steps_of_loggers(trainer, extra["step"])
-        trainer.fit_loop.epoch_progress.current.completed = extra["epoch"]
+        set_progress(trainer, extra["position"])
         for callback, path in zip(trainer.checkpoint_callbacks, extra["best"], strict=True):
             callback.best_model_path = path
+
+
+def _run_spawned(trainer: L.Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of the trainer in a process of its own."""
+    rank = int(os.environ["LOCAL_RANK"])  # all ranks are on this host
+    signals.prepare_started_process()
+    connect_debugger(rank)
+    log_to_folder(trainer.default_root_dir, rank=rank)  # Lightning logs before it sets the strategy up
+    with process_group_closed(), wandb_ends():
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            for logger in trainer.loggers:
+                logger.finalize("failed")  # Lightning does so only in processes that it did not spawn
+            raise
 
 
 class DDPSpawn(DDP):
     """Runs in one process, which spawns one process per device, separately for fit and for test."""
 
-    spawn_launcher = _Launcher
-
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(start_method="spawn", **kwargs)
+
+    @cached_property
+    def launcher(self) -> _Launcher:
+        return _Launcher(self, start_method="spawn")
 
     def setup(self, trainer: L.Trainer) -> None:
         if self.root_device.type == "cpu":

@@ -103,14 +103,12 @@ class FSDP(ShardedStateStrategy):
     def check_virtual_ranks(self, count: int, world_size: int) -> None:
         """Raise a UserError unless every rank can compute a virtual rank in each round."""
         if self.replicas > 1 or self.shares:
-            option = (
-                f"strategy.shares={list(self.shares)}" if self.shares else f"strategy.replicas={self.replicas} (hsdp)"
-            )
+            option = f"shares={list(self.shares)}" if self.shares else f"replicas={self.replicas} (hsdp)"
             raise UserError(
-                f"bit_exact=true: {option} divides the gradients in another order: leave it out, or take strategy=ddp"
+                f"bit_exact=true: strategy.{option} divides the gradients in another order: leave it out, or take "
+                "strategy=ddp"
             )
-        dtype = self.policy.reduce_dtype or self.policy.param_dtype
-        if dtype in (torch.bfloat16, torch.float16):
+        if (self.policy.reduce_dtype or self.policy.param_dtype) in (torch.bfloat16, torch.float16):
             raise UserError(
                 "bit_exact=true: FSDP adds gradients within a round in half precision, and rounds in full: set "
                 "strategy.reduce_dtype=float32"

@@ -68,9 +68,7 @@ def all_gather(strategy: ParallelStrategy, tensor: Tensor, group: Any = None, sy
     if not trainer.training and (group is None or group is dist.group.WORLD):  # LightningModule.all_gather names it
         group = group_of_samples(trainer) or group
     may_differ = tensor.ndim > 0 and (not trainer.training or trainer.datamodule.bit_exact)
-    counts = [len(tensor)] * dist.get_world_size(group) if may_differ else []
-    if may_differ:
-        dist.all_gather_object(counts, len(tensor), group)
+    counts = gather_objects(len(tensor), group) if may_differ else []
     if len(set(counts)) <= 1:
         return ParallelStrategy.all_gather(strategy, tensor, group, sync_grads)
     padding = tensor.new_zeros(max(counts) - len(tensor), *tensor.shape[1:])

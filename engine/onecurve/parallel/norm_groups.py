@@ -31,7 +31,7 @@ class NormGroups(L.Callback):
         It is called again when the module has made its last layers, which may be compiled already.
         """
         norms = [part for part in pl_module.modules() if isinstance(part, AnyBatchNorm)]
-        if stage != "fit" or len(norms) == len(list(grouped_norms(pl_module))):
+        if stage != "fit" or all(isinstance(part, GroupedBatchNorm) for part in norms):
             return
         data: Any = trainer.datamodule
         layout = data.layout
@@ -49,20 +49,17 @@ class NormGroups(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._steps, self._norms = 0, list(grouped_norms(pl_module))
         for norm in self._norms:
-            norm.lengths.clear()  # of the rehearsal of a pipeline
+            norm.begin_step()  # the rehearsal of a pipeline was one
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Begin a new step."""
-        data: Any = trainer.datamodule
         self._steps += 1
         if self._norms and is_checked_step(self._steps):
             _compare_lengths(self._norms)
         for norm in self._norms:
-            norm.lengths.clear()
-            if data.layout.micro_batches > 1:
-                norm.begin_step()
+            norm.begin_step()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         """Average the statistics before Lightning's average of the weights takes those of this rank."""
@@ -72,9 +69,7 @@ class NormGroups(L.Callback):
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         average_statistics(pl_module)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Average the statistics, also those of an average of the weights, before they leave the GPU, as NCCL asks."""
-        average_statistics(pl_module)
+    on_train_end = on_validation_start  # also of an average of the weights, before they leave the GPU, as NCCL asks
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         revert_norm_groups(pl_module)

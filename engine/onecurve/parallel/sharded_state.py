@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from onecurve.checkpoint import sharded
 from onecurve.checkpoint.io import read_checkpoint, write_error
 from onecurve.checkpoint.optimizer_state import merge, shard_like
-from onecurve.errors import UserError
 from onecurve.network.tensors import to_full_tensor, with_versions
 from onecurve.observe.step_times import timed_communication
 from onecurve.parallel.gather import all_gather
@@ -23,19 +22,12 @@ from onecurve.patches.lightning_strategies import ModelParallelStrategy
 
 
 def prepare_to_shard(part: nn.Module) -> None:
-    """Make the weights that FSDP2 is to gather at once contiguous, or raise a UserError if they differ in type."""
+    """Make the weights that FSDP2 is to gather at once contiguous."""
     let_data_write_shards()
     let_numbers_be_of_all_shards()
-    weights = {name: weight for name, weight in part.named_parameters() if not isinstance(weight, DTensor)}
-    for weight in weights.values():
-        weight.data = weight.data.contiguous()  # FSDP2 supports neither channels last nor a transposed matrix
-    types = {weight.dtype: name for name, weight in weights.items()}
-    if len(types) > 1:
-        named = " and ".join(f"{name} ({dtype})" for dtype, name in types.items())
-        raise UserError(
-            f"FSDP gathers {named} at once, which must have one type: convert one, move it into a block of its own, or "
-            "use strategy=ddp"
-        )
+    for weight in part.parameters():
+        if not isinstance(weight, DTensor):
+            weight.data = weight.data.contiguous()  # FSDP2 supports neither channels last nor a transposed matrix
 
 
 class ShardedStateStrategy(ModelParallelStrategy):
@@ -58,8 +50,9 @@ class ShardedStateStrategy(ModelParallelStrategy):
     def __init__(self, sharded_checkpoints: bool = False, shares: Sequence[int] | None = None, **kwargs: Any) -> None:
         super().__init__(save_distributed_checkpoint=False, **kwargs)
         self.sharded_checkpoints, self.shares = sharded_checkpoints, shares
-        self._full_names: list[str] = []  # all tensors of the full network, in order; empty until it is parallelized
-        self._versions: dict[str, Any] = {}  # an empty state dict with the versions of the modules of the full network
+        # The names of all tensors of the full network, in order, with the versions of its modules; empty until it is
+        # parallelized.
+        self._full: Mapping[str, None] = {}
 
     # Those of ModelParallelStrategy require `configure_model`, and number the parameters as the rank holds them.
     setup = Strategy.setup
@@ -92,13 +85,14 @@ class ShardedStateStrategy(ModelParallelStrategy):
         """
         return [own] if self.owns_state else []
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        if not self._full_names:  # test after fit finds the network parallelized already
-            full = model.state_dict()
-            self._full_names, self._versions = list(full), with_versions({}, full)
-            assert self.lightning_module is not None
-            self.parallelize(self.lightning_module)
-        return model
+    def model_to_device(self) -> None:
+        """Move the module, and parallelize it before the optimizers get its weights."""
+        super().model_to_device()
+        if not self._full:  # test after fit finds the network parallelized already
+            module = cast(L.LightningModule, self.lightning_module)
+            full = module.state_dict()
+            self._full = with_versions(dict.fromkeys(full), full)
+            self.parallelize(module)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.sharded_checkpoints:
@@ -123,7 +117,7 @@ class ShardedStateStrategy(ModelParallelStrategy):
         merged = dict(checkpoint)
         for section in sharded.WEIGHTS:
             if section in checkpoint:
-                merged[section] = with_versions(self._gather_by_name(checkpoint[section]), self._versions)
+                merged[section] = with_versions(self._gather_by_name(checkpoint[section]), self._full)
         if "requires_grad" in checkpoint:
             merged["requires_grad"] = self._gather_by_name(checkpoint["requires_grad"])
         if "attributes" in checkpoint:  # those of the layers of other stages; of a shared one rank zero's
@@ -131,18 +125,18 @@ class ShardedStateStrategy(ModelParallelStrategy):
             merged["attributes"] = {name: value for part in reversed(parts) for name, value in part.items()}
         if "optimizer_states" in checkpoint:
             states = [self.gather_state(state) for state in checkpoint["optimizer_states"]]
-            merged["optimizer_states"] = [merge(parts, self._full_names) for parts in states]
+            merged["optimizer_states"] = [merge(parts, list(self._full)) for parts in states]
         return merged
 
     def _gather_by_name(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of all ranks in the order of the full network, and last what a callback has added."""
         values = {name: value for part in self.gather_state(own) for name, value in part.items()}
-        in_order = [name for name in self._full_names if name in values]
+        in_order = [name for name in self._full if name in values]
         return {name: values[name] for name in in_order} | values
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = read_checkpoint(checkpoint_path)
-        if self._full_names:  # the network is parallelized already, as for predict after test
+        if self._full:  # the network is parallelized already, as for predict after test
             checkpoint["state_dict"] = self._shard_weights(checkpoint["state_dict"])
         return checkpoint
 

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from onecurve.data.batch import StepPart
 from onecurve.errors import UserError
 from onecurve.network.compilation import constant
-from onecurve.network.tensors import to_local, upcast_half
+from onecurve.network.tensors import upcast_half
 from onecurve.observe.step_times import timed_communication
 from onecurve.parallel.tree_sum import TreeSum, sum_over_ranks
 
@@ -41,7 +40,7 @@ class VirtualRanks:
         self.of_processes = [parallel.virtual_ranks(self.count, rank) for rank in range(parallel.dp_size)]
         self.own = self.of_processes[parallel.dp_rank]
         self.group = (trainer.distributed_sampler_kwargs or {}).get("group")
-        self.sums = [PassSums(parts, self.count) for parts in self.networks()]
+        self.sums = [PassSums(parts, self.count, self.own) for parts in self.networks()]
 
     def networks(self) -> Sequence[Sequence[nn.Module]]:
         """Return the modules of each network whose gradients and buffers this process computes."""
@@ -58,13 +57,11 @@ class VirtualRanks:
     @contextmanager
     def one_pass(self, number: int) -> Iterator[None]:
         """Return a context for the forward and the backward pass of a virtual rank."""
-        sums = self.sums[-1]  # a pipeline's schedule computes the stages, which come before
+        sums, place = self.sums[-1], self.own.index(number)  # a pipeline's schedule computes the others, the stages
         sums.begin_forward()
         yield
-        sums.end_forward(number)
-        # Under FSDP each process computes every n-th virtual rank, and FSDP2 adds the gradients of n processes.
-        together = self.own.step
-        sums.end_backward(number // together * together, together)
+        sums.end_forward(place)
+        sums.end_backward(place)
 
     @timed_communication()
     @torch.no_grad()
@@ -93,8 +90,8 @@ class PassSums:
     autograd has saved of them, as it does of the running statistics of batch normalization.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], count: int) -> None:
-        self.count, self._modules = count, modules
+    def __init__(self, modules: Sequence[nn.Module], count: int, own: range) -> None:
+        self.count, self.own, self._modules = count, own, modules
         weights = dict.fromkeys(weight for part in modules for weight in part.parameters(recurse=False))
         self.weights = [weight for weight in weights if weight.requires_grad]
         self._kept: list[Tensor | None] = [None] * len(self.weights)
@@ -117,8 +114,8 @@ class PassSums:
         for part, name, buffer in self._places:
             setattr(part, name, copies[buffer])
 
-    def end_forward(self, number: int) -> None:
-        """Add the buffers of a virtual rank."""
+    def end_forward(self, place: int) -> None:
+        """Add the buffers of an own virtual rank, by its place among these."""
         if changed := _shapes(self._places) ^ _shapes(self._buffers()):
             _, name, _ = changed.pop()
             raise UserError(
@@ -127,8 +124,8 @@ class PassSums:
             )
         now: dict[Tensor, Any] = {buffer: part.get_buffer(name) for part, name, buffer in self._places}
         # A sum of V masks of the smallest float would overflow, and 1/V is exact, because V is a power of two.
-        self._means.add([upcast_half(now[buffer]) / self.count for buffer in self._floats], number)
-        if number == 0:
+        self._means.add([upcast_half(now[buffer]) / self.count for buffer in self._floats], self.own[place])
+        if self.own[place] == 0:
             self._first = [now[buffer] for buffer in self._others]
 
     def keep_gradients(self) -> None:
@@ -137,17 +134,22 @@ class PassSums:
         for weight in self.weights:
             weight.grad = None
 
-    def end_backward(self, first: int, count: int = 1) -> None:
-        """Add the gradients of virtual rank `first`, or the sum of the gradients of `count` of them."""
+    @torch.no_grad()
+    def end_backward(self, place: int) -> None:
+        """Add the gradients of an own virtual rank.
+
+        Under FSDP each process computes every n-th of them, and FSDP2 has added the gradients of n processes.
+        """
         gradients = []
         for number, weight in enumerate(self.weights):
             if weight.grad is None:
-                gradients.append(torch.zeros_like(to_local(weight)))
+                gradients.append(torch.zeros_like(weight))
             else:
-                gradients.append(to_local(weight.grad))
+                gradients.append(weight.grad)
                 self._has_gradient[number] = True
             weight.grad = None
-        self._gradients.add(gradients, first, count)
+        together = self.own.step
+        self._gradients.add(gradients, self.own[place] // together * together, together)
 
     def integers(self) -> Tensor:
         """Return (n,) int64: whether each weight has a gradient, and the buffers of virtual rank 0 without a mean."""
@@ -174,8 +176,7 @@ class PassSums:
         for weight, gradient, kept, has_one in zip(self.weights, gradients, self._kept, has_gradient, strict=True):
             weight.grad = kept
             if has_one:
-                new = _shaped_like(gradient, weight)
-                weight.grad = new if kept is None else new + kept
+                weight.grad = gradient if kept is None else gradient + kept
 
     def _add(self, of_processes: Sequence[range], group: Any) -> tuple[list[Tensor], list[Tensor]]:
         """Return the sums of the gradients, and the means of the buffers, over all virtual ranks."""
@@ -191,11 +192,3 @@ class PassSums:
 
 def _shapes(buffers: Sequence[tuple[nn.Module, str, Tensor]]) -> set[tuple[nn.Module, str, torch.Size]]:
     return {(part, name, buffer.shape) for part, name, buffer in buffers}
-
-
-def _shaped_like(local: Tensor, weight: Tensor) -> Tensor:
-    """Return a gradient as that of a weight: a shard if the weight is one."""
-    if not isinstance(weight, DTensor):
-        return local
-    mesh, placements = weight.device_mesh, weight.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())

@@ -3,15 +3,14 @@
 Lines are relative to https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.6/src/lightning/pytorch/.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 from lightning.pytorch import loggers, strategies
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-from torch import nn
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as SpawnLauncher
 from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["SpawnLauncher"]  # spawns the processes of a strategy, which takes a launcher of any class
 
 
 def _public(name: str) -> Any:
@@ -20,42 +19,11 @@ def _public(name: str) -> Any:
 
 
 class DDPStrategy(strategies.DDPStrategy):
-    """DDP, with the network wrapped by `wrap`, and hooks registered by `register_hook`."""
+    """DDP, with what its constructor and its averaging of weights keep to themselves."""
 
     ddp_options = _public("_ddp_kwargs")  # arguments of DistributedDataParallel
     averager = _public("_model_averager")  # averages the weights under post-local SGD; otherwise None
     hook_state = _public("_ddp_comm_state")
-    wrap = strategies.DDPStrategy._setup_model
-    register_hook = strategies.DDPStrategy._register_ddp_hooks
-
-    def _setup_model(self, model: nn.Module) -> Any:
-        return self.wrap(model)
-
-    def _register_ddp_hooks(self) -> None:
-        self.register_hook()
-
-    def _configure_launcher(self) -> None:
-        if self.spawn_launcher is None:
-            super()._configure_launcher()
-        else:
-            self._launcher = self.spawn_launcher(self, start_method="spawn")
-
-    spawn_launcher: "type[SpawnLauncher] | None" = None  # instead of Lightning's launcher
-
-
-class SpawnLauncher(_MultiProcessingLauncher):
-    """Spawns processes, each of which calls `run_spawned`."""
-
-    def _wrapping_function(self, process_idx: int, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        self.run_spawned(
-            process_idx,
-            trainer,
-            lambda: super(SpawnLauncher, self)._wrapping_function(process_idx, trainer, *args, **kwargs),
-        )
-
-    def run_spawned(self, rank: int, trainer: L.Trainer, run: Callable[[], None]) -> None:
-        """Run what each process does."""
-        raise NotImplementedError
 
 
 class ModelParallelStrategy(strategies.ModelParallelStrategy):
@@ -68,15 +36,8 @@ class ModelParallelStrategy(strategies.ModelParallelStrategy):
         self._setup_distributed()
         self._device_mesh = self.make_mesh()
 
-    def _setup_model(self, model: nn.Module) -> nn.Module:
-        return self.wrap(model)
-
     def make_mesh(self) -> DeviceMesh:
         """Return the mesh of the processes."""
-        raise NotImplementedError
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Parallelize the network."""
         raise NotImplementedError
 
 

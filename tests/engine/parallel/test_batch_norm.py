@@ -101,7 +101,7 @@ def step_on_rank(
     x, weights = inputs(shape, dtype)
     results = []
     for _ in range(steps):
-        norm.is_first_pass, norm.passes = True, 0
+        norm.begin_step()
         outputs = []
         for rows in layout.positions:
             part = x[rows].requires_grad_()

@@ -75,7 +75,9 @@ def test_is_built_on_the_stream_of_the_steps(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(strategy, "determine_ddp_device_ids", lambda: [1])
     monkeypatch.setattr("torch.cuda.Stream", mock.Mock(side_effect=AssertionError("a side stream")))
     net = nn.Linear(3, 2)
-    assert strategy.wrap(net) is built.return_value
+    monkeypatch.setattr(DDP, "lightning_module", net)
+    strategy.configure_ddp()
+    assert strategy.model is built.return_value
     built.assert_called_once_with(net, device_ids=[1], bucket_cap_mb=5, gradient_as_bucket_view=True)
 
 

@@ -38,10 +38,10 @@ def test_loggers_of_a_failed_run_are_marked_failed(
     strategy, logger = DDPSpawn(), Logger()
     monkeypatch.setattr(signals, "prepare_started_process", lambda: None)
     monkeypatch.setattr("onecurve.parallel.ddp_spawn.log_to_folder", lambda run_dir, rank: None)
-    strategy._configure_launcher()
-    monkeypatch.setattr(_MultiProcessingLauncher, "_wrapping_function", fail)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(_MultiProcessingLauncher, "launch", lambda self, function, *args, trainer: function(*args))
     with pytest.raises(type(error)):
-        strategy.launcher._wrapping_function(0, SimpleNamespace(loggers=[logger], default_root_dir=tmp_path))
+        strategy.launcher.launch(fail, trainer=SimpleNamespace(loggers=[logger], default_root_dir=tmp_path))
     assert logger.messages == ["failed"]
 
 

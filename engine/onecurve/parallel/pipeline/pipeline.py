@@ -27,6 +27,7 @@ from onecurve.errors import UserError, check_choice
 from onecurve.network.module_state import without_log
 from onecurve.observe.step_times import timed_communication, timed_computation
 from onecurve.observe.steps import is_compared_step
+from onecurve.parallel.gather import gather_objects
 from onecurve.parallel.gradients import average_over, clip_by_norm_over
 from onecurve.parallel.pipeline.blocks import Block, constants, ordered_blocks
 from onecurve.parallel.pipeline.rehearsal import check_module, check_stages, check_updates, input_of_network
@@ -86,18 +87,10 @@ class Pipeline(ShardedStateStrategy):
             raise UserError(f"strategy.microbatches={microbatches}: give a number of at least one")
         self.stages, self.schedule, self.spec = stages, schedule, SCHEDULES[schedule]
         self.microbatches, self.split, self.data_parallel = microbatches, split, data_parallel
-        self._torch_schedule: Any = None  # set when the network is split
-        self.own_stages: dict[int, Stage] = {}  # the stages of this rank by their number
-        self._parameters: list[nn.Parameter] = []  # the parameters of these stages
         self._batch: list[Any] | None = None  # the micro-batches of the current training batch
-        self.sent: list[list[Tensor]] = []  # meta tensors like the inputs of the network and the outputs of each stage
-        self._micro_batches: Sequence[Any] = ()  # of the schedule that runs, for `loss`
-        self._divisor = 1  # of their losses
         # Those of the network in the pass of a virtual rank, until it is called.
         self.outputs: list[Tensor] | None = None
         self._losses: list[Tensor] | None = None  # of the micro-batches, on the last stage's rank; None before they run
-        self._random_calls = 0  # calls of random functions in a forward pass of the network in training
-        self._draws = False  # whether it has such calls, or dropout layers
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []  # the schedule's gradients, until `backward`
 
     @property
@@ -153,13 +146,13 @@ class Pipeline(ShardedStateStrategy):
             self.microbatches = len(data.parallel.virtual_ranks(data.virtual_ranks))
         self._stage_to_rank = self.spec.stage_to_rank(self.device_mesh["pipeline"].size())
         blocks, stages = self._cut(module)
-        self._random_calls = sum(stage.calls for stage in stages)
+        self._random_calls = sum(stage.calls for stage in stages)  # in a forward pass of the network in training
         self._draws = self._random_calls > 0 or bool(dropouts(net))
         self._keep_own_stages(net, blocks, stages)
-        self.sent = values_sent(blocks)
+        self.sent = values_sent(blocks)  # meta tensors like the inputs of the network and the outputs of each stage
         built = build_stages(self.own_stages, self.sent, self._group, self.root_device)
         self._torch_schedule = build_schedule(self.schedule, built, self.microbatches, self._loss)
-        self._parameters = list(module.parameters())
+        self._parameters = list(module.parameters())  # those of the own stages
         net.forward = self._forward
         if self.is_global_zero:
             self._log_stages(blocks)
@@ -213,9 +206,7 @@ class Pipeline(ShardedStateStrategy):
         data = cast(Any, module.trainer).datamodule
         parts = 1 if self.is_bit_exact else self.microbatches
         count = data.layout.samples_per_batch if data.has_training_data else 2 * parts
-        batch = self.precision_plugin.convert_input(data.example_batch(count))
-        batch = data.transfer_batch_to_device(data.on_before_batch_transfer(batch, 0), self.root_device, 0)
-        batch = data.on_after_batch_transfer(batch, 0)
+        batch = self.batch_to_device(self.precision_plugin.convert_input(data.example_batch(count)))
         inputs = micro_batch(input_of_network(module, batch), 0, parts).contiguous()
         return inputs, micro_batch(batch, 0, parts)
 
@@ -228,7 +219,7 @@ class Pipeline(ShardedStateStrategy):
         """Return the loss of micro-batch `number`, a CPU tensor because the schedule splits a tensor of targets."""
         with timed_computation():
             loss = cast(Any, self.lightning_module).loss(outputs[0], self._micro_batches[int(number)])
-        return loss if self._divisor == 1 else loss / self._divisor
+        return loss / self._divisor
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if self.outputs is not None:  # of a virtual rank, whose passes the schedule has computed
@@ -242,16 +233,18 @@ class Pipeline(ShardedStateStrategy):
         returned = result["loss"] if isinstance(result, dict) else result
         if self._losses is not None and isinstance(returned, Tensor):
             self.compare_loss(returned.detach())
-        self._losses = None
         return result
 
     def compare_loss(self, loss: Tensor) -> None:
         """Check that `training_step` returns the trained loss on every rank; later steps may add terms to the first."""
         if not is_compared_step(cast(Any, self.lightning_module).trainer):
             return
-        losses = self._losses or [loss]  # the last stage's rank has those of the schedule
-        returned, sums, tolerance = _gather_losses(loss, losses, self._group)
+        losses = [one.detach() for one in self._losses or [loss]]  # the last stage's rank has those of the schedule
+        precision = max(torch.finfo(one.dtype).eps for one in (loss, *losses))
+        rows = gather_objects((float(loss), float(torch.stack(losses).sum()), precision), self._group)
+        returned, sums, precisions = torch.tensor(rows, dtype=torch.float64).unbind(1)
         trained = sums[self._stage_to_rank[-1]]
+        tolerance = float(precisions.max()) ** 0.75  # of a few sums; ranks differ if it reads a rank's weights
         if not torch.allclose(returned, trained, rtol=tolerance, atol=tolerance / 10, equal_nan=True):
             name = type(self.lightning_module).__name__
             raise UserError(
@@ -273,8 +266,10 @@ class Pipeline(ShardedStateStrategy):
         """Train a batch from the inputs of the network; return its (samples, ...) outputs on every rank."""
         if self._losses is not None:
             raise self._called_twice()
-        keys = sample_random.keys if self._draws else None
         count, seed = len(batch), sample_random.call_seed
+        keys = (
+            sample_random.keys if self._draws else None
+        )  # which may be others than rows, if the dataset makes batches
         parts = split_samples(inputs, count)
         check_shape(parts[0], self.sent[0][0], is_trained=True)
         outputs = self.run_schedule(
@@ -380,14 +375,3 @@ class Pipeline(ShardedStateStrategy):
         parts: list[Any] | None = [None] * dist.get_world_size(self._group) if self._pipeline_rank == 0 else None
         dist.gather_object(own, parts, group=self._group, group_dst=0)
         return parts or []
-
-
-def _gather_losses(returned: Tensor, parts: Sequence[Tensor], group: Any) -> tuple[Tensor, Tensor, float]:
-    """Return the losses and the sums of their parts, (ranks,), and the relative tolerance of their comparison."""
-    losses = [part.detach() for part in parts]
-    eps = max(torch.finfo(part.dtype).eps for part in (returned, *losses))
-    row = torch.stack([returned, torch.stack(losses).sum(), torch.tensor(eps, device=returned.device)]).double()
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, row, group=group)
-    of_ranks, sums, precisions = torch.stack(rows).unbind(1)
-    return of_ranks, sums, float(precisions.max()) ** 0.75  # of a few sums; ranks differ if it reads a rank's weights

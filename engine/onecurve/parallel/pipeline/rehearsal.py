@@ -39,9 +39,6 @@ def check_module(module: L.LightningModule) -> None:
                 f"strategy=pipeline computes gradients without {type(module).__name__}.{hook}, and each rank holds "
                 "those of its stages: use trainer.gradient_clip_val, or strategy=ddp or fsdp"
             )
-    for hook in (*_GRADIENT_HOOKS, "optimizer_step"):
-        if is_overridden(hook, module):
-            _warn_of_own_stages(f"{type(module).__name__}.{hook}")
     for name, weight in module.named_parameters():
         if weight.requires_grad and not name.startswith("net."):
             raise UserError(
@@ -61,8 +58,6 @@ def check_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> None:
                 "strategy=pipeline: LBFGS multiplies the gradients of all weights, of which a rank has those of its "
                 "stages: use strategy=ddp"
             )
-        if not type(optimizer).__module__.startswith(_ELEMENTWISE):
-            _warn_of_own_stages(f"{type(optimizer).__name__}.step")
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     numbers = [
         {key: float(one) for key, one in group.items() if isinstance(one, int | float | Tensor)} for group in groups
@@ -73,19 +68,23 @@ def check_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> None:
             "strategy=pipeline: the optimizer has other parameter groups on each rank, which checkpoints would tell "
             'apart by their number: give each group a name, as {"params": ..., "name": "layer 0"}'
         )
-    for callback in trainer.callbacks:
-        is_own = not type(callback).__module__.startswith(("onecurve.", "lightning."))
-        for hook in _GRADIENT_HOOKS:
-            if is_own and is_overridden(hook, callback):
-                _warn_of_own_stages(f"{type(callback).__name__}.{hook}")
+    _warn_of_own_stages(trainer, optimizers)
 
 
-def _warn_of_own_stages(name: str) -> None:
-    _log.warning(
-        "strategy=pipeline: %s sees the gradients of the stages of its own rank: if it uses a norm over them, that is "
-        "not the norm of the network; clip by trainer.gradient_clip_val",
-        name,
-    )
+def _warn_of_own_stages(trainer: Any, optimizers: Sequence[Optimizer]) -> None:
+    """Warn of what may take a norm over gradients, of which a rank has those of its stages."""
+    own = [one for one in trainer.callbacks if not type(one).__module__.startswith(("onecurve.", "lightning."))]
+    module = trainer.lightning_module
+    found: list[Any] = [(one, hook) for one in (module, *own) for hook in _GRADIENT_HOOKS if is_overridden(hook, one)]
+    found += [(module, "optimizer_step")] if is_overridden("optimizer_step", module) else []
+    found += [(one, "step") for one in optimizers if not type(one).__module__.startswith(_ELEMENTWISE)]
+    for one, function in found:
+        _log.warning(
+            "strategy=pipeline: %s.%s sees the gradients of the stages of its own rank: if it uses a norm over them, "
+            "that is not the norm of the network; clip by trainer.gradient_clip_val",
+            type(one).__name__,
+            function,
+        )
 
 
 class _Called(BaseException):
@@ -96,14 +95,8 @@ def input_of_network(module: Any, batch: Any, batch_idx: int = 0) -> Tensor:
     """Return what `training_step` gives the network for a batch, (n, ...)."""
     forward_raises = mock.patch.object(module.net, "forward", side_effect=_Called)
     outside = set(module.modules()).difference(module.net.modules())
-    try:
-        with unchanged(outside), without_log(module), forward_raises as forward, suppress(_Called):
-            module.training_step(batch, batch_idx)
-    except AttributeError as error:
-        raise UserError(
-            f"strategy=pipeline calls {type(module).__name__}.training_step before the hooks of training, to see what "
-            f"`net` gets, and there {error}: give the attribute a first value in __init__, or use strategy=ddp or fsdp"
-        ) from error
+    with unchanged(outside), without_log(module), forward_raises as forward, suppress(_Called):
+        module.training_step(batch, batch_idx)  # before the hooks of training
     found = [value for call in forward.call_args_list for value in (*call.args, *call.kwargs.values())]
     if len(found) != 1 or not isinstance(found[0], Tensor):
         raise UserError(
@@ -183,24 +176,18 @@ def _observe(net: nn.Module, samples: int, train: Callable[[], Tensor]) -> dict[
 
     The random numbers are the same each time.
     """
-    buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
     keys = torch.arange(samples, device=next(net.parameters()).device)
     if layers := dropouts(net):
         set_keys(layers, keys)
-    with torch.random.fork_rng(devices=[]), set_mode(net, training=True):
+    with unchanged(net.modules()), torch.random.fork_rng(devices=[]), set_mode(net, training=True):
         torch.manual_seed(0)
         sample_random.begin(lambda: keys, keys.device, is_divided=True)
-        found = {"outputs": train().detach()}
+        found = {"outputs": train().detach()} | {name: buffer.clone() for name, buffer in net.named_buffers()}
         sample_random.check()
+        for norm in grouped_norms(net):
+            norm.check_passes(1)
     sample_random.end()
     for name, weight in net.named_parameters():
         found[f"the gradient of {name}"] = torch.zeros_like(weight) if weight.grad is None else weight.grad
-    for name, buffer in net.named_buffers():
-        found[name] = buffer.clone()
-        if name in buffers:
-            buffer.copy_(buffers[name])
     net.zero_grad()
-    for norm in grouped_norms(net):
-        norm.check_passes(1)
-        norm.begin_step()
     return found

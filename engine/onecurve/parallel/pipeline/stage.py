@@ -81,8 +81,10 @@ class Stage(nn.Module):
         keys: (micro-batches, n) keys of the samples of the batch; None if no random number is drawn.
         seed: seed of torch's generator before the batch.
         pass_sums: gets the gradients and buffers of each micro-batch, if it is a virtual rank.
-        first_virtual_rank: that of the first micro-batch.
     """
+
+    keys: Tensor | None
+    seed: int
 
     def __init__(self, net: nn.Module, blocks: Sequence[Block], inputs: Sequence[fx.Node]) -> None:
         super().__init__()
@@ -90,17 +92,14 @@ class Stage(nn.Module):
         self.body = fx.GraphModule(net, extract_graph(nodes, inputs, outputs))
         self.calls, self.calls_before = 0, 0
         self._dropouts = dropouts(self)
-        self.keys: Tensor | None = None
-        self.seed = 0
         self.pass_sums: PassSums | None = None
-        self.first_virtual_rank = 0
         # Of each value as it left the last stage's layers: channels last is lost when it is sent.
         self._formats = [memory_format_of(node.meta["value"]) for node in inputs]
 
     def end_backward(self, number: int) -> None:
         """End the backward pass of a micro-batch, when it has the gradients of the weights."""
         if self.pass_sums:
-            self.pass_sums.end_backward(self.first_virtual_rank + number)
+            self.pass_sums.end_backward(number)
 
     def begin_micro_batch(self, number: int) -> None:
         """Draw random numbers for the samples of a micro-batch; in its backward pass, a block may be computed again."""
@@ -229,7 +228,7 @@ class RecordedStage(PipelineStage):
         with pipeline_pass(self.stage_index, fwd_chunk_id, "F"):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if sums:
-            sums.end_forward(self.submod.first_virtual_rank + fwd_chunk_id)
+            sums.end_forward(fwd_chunk_id)
         return output
 
     def backward_one_chunk(

@@ -36,7 +36,7 @@ class StageRanks(VirtualRanks):
                 check_shape(inputs[-1], strategy.sent[0][0], is_trained=True)
                 keys.append(sample_random.keys)
             for stage, sums in zip(strategy.own_stages.values(), self.sums[:-1], strict=True):
-                stage.pass_sums, stage.first_virtual_rank = sums, self.own[0]
+                stage.pass_sums = sums
             # A stage does not know what those before it draw from torch's generators, so nothing may draw from them.
             torch.default_generator.manual_seed(sample_random.call_seed)
             sample_random.begin(lambda: keys[0], keys[0].device, is_divided=True)
