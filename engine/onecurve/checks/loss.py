@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from onecurve.data.batch import StepParts
 from onecurve.errors import UserError
-from onecurve.network.module_state import set_mode, unchanged, without_log
+from onecurve.network.module_state import set_mode, without_log
 from onecurve.network.object_state import are_equal
+from onecurve.network.snapshot import unchanged
 from onecurve.observe.steps import is_checked_step
 from onecurve.parallel.gather import collectives_replaced
 from onecurve.patches.torch import is_compiled

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from onecurve.network.module_state import all_attributes, attributes, unchanged
+from onecurve.network.module_state import all_attributes, attributes
+from onecurve.network.snapshot import unchanged
 from onecurve.patches.torch import AUTOCAST_FLAG
 from onecurve.random.dropout import use_sample_dropout
 from tests.support.habits import Meter
