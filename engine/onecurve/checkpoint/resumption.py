@@ -71,11 +71,11 @@ class ExactResumption(L.Callback):
         """Make the test log at the last step and epoch, also if training stopped early or did not run."""
         set_progress(trainer, self._position(trainer))
 
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        set_steps_of_loggers(trainer, self._steps)  # in a resumed run what LearningRateMonitor logs here
+    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        """Set the step of what LearningRateMonitor logs in a resumed run; it is -1 after a LearningRateFinder."""
+        set_steps_of_loggers(trainer, self._steps)
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        set_steps_of_loggers(trainer, self._steps)  # -1 after Lightning's LearningRateFinder
+    on_train_batch_start = on_train_epoch_start
 
     def on_train_batch_end(self, *_: Any) -> None:
         self._steps += 1

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from onecurve.checkpoint.optimizer_state import indices_by_name
 from onecurve.network.tensors import with_versions
 from onecurve.patches.torch import tree_map_only
 
@@ -117,8 +118,7 @@ def _tensors_by_name(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
     """
     values = {f"{section}.{name}": value for section in WEIGHTS for name, value in checkpoint.get(section, {}).items()}
     for number, state in enumerate(checkpoint.get("optimizer_states", [])):
-        for group in state["param_groups"]:
-            for name, index in zip(group["param_names"], group["params"], strict=True):
-                moments = state["state"].get(index, {})
-                values |= {f"optimizer_states.{number}.{name}.{key}": value for key, value in moments.items()}
+        for name, index in indices_by_name(state).items():
+            moments = state["state"].get(index, {})
+            values |= {f"optimizer_states.{number}.{name}.{key}": value for key, value in moments.items()}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}

@@ -2,21 +2,21 @@
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from onecurve.checkpoint.optimizer_state import group_name
 from onecurve.errors import UserError
 from onecurve.network.module_state import attributes
-from onecurve.network.object_state import are_equal
+from onecurve.network.object_state import are_equal, is_dense
 from onecurve.network.tensors import to_local
 from onecurve.observe.steps import is_log_point, trained_steps
 from onecurve.parallel.gather import gather_objects, names_that_differ
@@ -39,9 +39,7 @@ class EqualWeights(L.Callback):
         is_new, self._seen = self._seen is not pl_module, pl_module
         if stage != "fit" or not is_new or not dist.is_initialized():
             return
-        weights = [weight for weight in pl_module.parameters() if not is_lazy(weight)]
-        own = [float(weight.detach().float().sum()) for weight in weights]
-        if any(other != own for other in gather_objects(own)):
+        if names_that_differ(_summaries(dict(pl_module.named_parameters()))):
             raise UserError(
                 "the ranks begin with different weights: build the module after the trainer, which seeds the generators"
             )
@@ -73,16 +71,17 @@ class ReplicaCheck(L.Callback):
         """
         if trainer.world_size == 1:
             return
-        known = {} if self._has_warned else bits(attributes(pl_module))
-        state = _state(pl_module) | _weights_of_others(trainer, pl_module)
+        known = {} if self._has_warned else _summaries(attributes(pl_module))
+        state = _untrained_weights(trainer, pl_module) | _buffers(pl_module)
         if self._is_first and trainer.training:
             self._is_first, state = False, state | dict(pl_module.named_parameters())
-        rates, changed, others = _differing([_rates(trainer), bits(state), known])
-        cause = "differs between the ranks: each has changed it by samples or metrics of its own."
-        for name in rates:
-            raise UserError(f"{name} {cause} Log with sync_dist=True what a scheduler or callback reads")
-        for name in changed:
-            raise UserError(f"{name} {cause} {_WAY_OUT}")
+        rates, changed, others = _differing([_rates(trainer), _summaries(state), known])
+        if rates or changed:
+            way_out = "Log with sync_dist=True what a scheduler or callback reads" if rates else _WAY_OUT
+            raise UserError(
+                f"{[*rates, *changed][0]} differs between the ranks: each has changed it by samples or metrics of its "
+                f"own. {way_out}"
+            )
         if others:
             self._has_warned = True
             _log.warning(
@@ -94,19 +93,13 @@ class ReplicaCheck(L.Callback):
     on_validation_start = on_save_checkpoint = _compare
 
 
-def _differing(kinds: Sequence[dict[str, Any]]) -> list[list[str]]:
+def _differing(kinds: list[dict[str, Any]]) -> list[list[str]]:
     """Return the names of the values of each kind that differ between ranks. Every rank must call it."""
-    own = [[_hash(sorted(values)), _hash(sorted(values.items()))] for values in kinds]
-    ranks = gather_objects(own)  # also those of a pipeline, of which the strategy's all_gather may leave some out
-    return [_names(values, [rank[number] for rank in ranks]) for number, values in enumerate(kinds)]
-
-
-def _names(own: dict[str, Any], hashes: list[list[int]]) -> list[str]:
-    """Return the names of the values that differ, if the (ranks, 2) hashes of names and of values say that some do."""
-    # Ranks of a pipeline hold different stages: only those that have the same names are compared.
-    if len({tuple(rank) for rank in hashes}) == len({names for names, _ in hashes}):
-        return []
-    return names_that_differ(own)
+    # Hashes are few bytes. Also ranks of a pipeline, which hold different stages, compare what they have in common.
+    text = repr([sorted(values.items()) for values in kinds])
+    if len(set(gather_objects(hashlib.blake2b(text.encode()).digest()))) == 1:
+        return [[] for _ in kinds]
+    return [names_that_differ(values) for values in kinds]
 
 
 def _rates(trainer: L.Trainer) -> dict[str, float]:
@@ -120,38 +113,36 @@ def _rates(trainer: L.Trainer) -> dict[str, float]:
     }
 
 
-def _state(module: nn.Module) -> dict[str, Tensor]:
-    """Return what no strategy averages: buffers, but those of batch normalization, and frozen weights."""
-    norms = tuple(f"{name}." for name, layer in module.named_modules() if isinstance(layer, AnyBatchNorm))
-    weights = {name: weight for name, weight in module.named_parameters() if not weight.requires_grad}
-    return weights | {name: buffer for name, buffer in module.named_buffers() if not name.startswith(norms)}
-
-
-def _weights_of_others(trainer: L.Trainer, module: nn.Module) -> dict[str, Tensor]:
-    """Return the weights that no optimizer of the run trains: a callback may do so, as of a classifier on features."""
+def _untrained_weights(trainer: L.Trainer, module: nn.Module) -> dict[str, Tensor]:
+    """Return frozen weights, and those of no optimizer of the run: a callback may train a classifier on features."""
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    trained = {id(weight) for group in groups for weight in group["params"]}
+    trained = {id(weight) for group in groups for weight in group["params"] if weight.requires_grad}
     return {name: weight for name, weight in module.named_parameters() if id(weight) not in trained}
 
 
-def bits(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values, with a sum of the bits of a tensor in its place; without shards and sparse tensors."""
-    found = {}
-    for name, value in values.items():
-        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.layout is torch.strided:
-            value = int(_sum_of_bits(value))
-        if not isinstance(value, Tensor):
-            found[name] = value
-    return found
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers, but those of batch normalization."""
+    norms = tuple(f"{name}." for name, layer in module.named_modules() if isinstance(layer, AnyBatchNorm))
+    return {name: buffer for name, buffer in module.named_buffers() if not name.startswith(norms)}
+
+
+def _summaries(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: summary(value) for name, value in values.items()}
+
+
+def summary(value: Any) -> Any:
+    """Return what tells a number, an array or a tensor from others, without its memory; of a shard, the shape alone."""
+    if isinstance(value, np.ndarray):
+        return hashlib.blake2b(value.tobytes()).hexdigest()
+    if isinstance(value, Tensor):
+        is_whole = is_dense(value) and not isinstance(value, DTensor)
+        return (*value.shape, int(_sum_of_bits(value)) if is_whole else None)
+    return value
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().flatten()
+    flat = to_local(tensor.detach()).flatten()
     return flat.view(_INTEGERS.get(flat.element_size(), torch.int64)).sum()
-
-
-def _hash(value: Any) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big", signed=True)
 
 
 class GatheredWeightCheck(L.Callback):
@@ -164,7 +155,7 @@ class GatheredWeightCheck(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._is_due, self._handles = True, list[Any]()
         self._before: dict[str, Tensor] = {}
-        self._sums: list[tuple[str, Tensor, Tensor]] = []  # of each weight in each pass, which the host reads at once
+        self._changes: list[tuple[str, Tensor]] = []  # of each weight in each pass, which the host reads at once
         for prefix, part in [] if is_compiled(pl_module) else pl_module.named_modules():
             names = [name for name, weight in part.named_parameters(recurse=False) if isinstance(weight, DTensor)]
             if names:
@@ -173,13 +164,13 @@ class GatheredWeightCheck(L.Callback):
                 self._handles.append(part.register_forward_hook(partial(self._compare, prefix, names), prepend=True))
 
     def _keep(self, prefix: str, names: list[str], part: nn.Module, *_: Any) -> None:
-        self._before |= {f"{prefix}.{name}": _sum_of_bits(to_local(getattr(part, name))) for name in names}
+        self._before |= {f"{prefix}.{name}": _sum_of_bits(getattr(part, name)) for name in names}
 
     def _compare(self, prefix: str, names: list[str], part: nn.Module, *_: Any) -> None:
         for name in names:
             weight, path = getattr(part, name), f"{prefix}.{name}"
             text = f"{'trained' if weight.requires_grad else 'frozen'} weight {path}"
-            self._sums.append((text, self._before[path], _sum_of_bits(to_local(weight))))
+            self._changes.append((text, _sum_of_bits(weight) - self._before[path]))
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         for handle in self._handles:
@@ -188,8 +179,8 @@ class GatheredWeightCheck(L.Callback):
         if not self._is_due or not is_log_point(trainer, trained_steps(trainer)):  # elsewhere the host need not wait
             return
         self._is_due = False
-        sums = torch.stack([torch.stack(pair) for _, *pair in self._sums]).cpu().tolist() if self._sums else []
-        own = {name for (name, *_), (before, after) in zip(self._sums, sums, strict=True) if before != after}
+        changes = torch.stack([change for _, change in self._changes]).tolist() if self._changes else []
+        own = {name for (name, _), change in zip(self._changes, changes, strict=True) if change}
         # Also of ranks whose stage of a pipeline has no such weight.
         for name in sorted(set().union(*gather_objects(own))):
             raise UserError(
@@ -229,5 +220,4 @@ class BufferCheck(L.Callback):
 
 def _divided_buffers(trainer: L.Trainer, module: Any) -> dict[str, Tensor]:
     """Return the buffers of what each micro-batch calls, which in a pipeline is the network."""
-    part = module.net if trainer.datamodule.parallel.num_microbatches > 1 else module
-    return {name: tensor for name, tensor in _state(part).items() if not isinstance(tensor, nn.Parameter)}
+    return _buffers(module.net if trainer.datamodule.parallel.num_microbatches > 1 else module)

@@ -7,7 +7,7 @@ import lightning as L
 from torch.optim.lr_scheduler import OneCycleLR
 
 from onecurve.errors import UserError
-from onecurve.parallel.gather import gather_objects
+from onecurve.parallel.gather import names_that_differ
 
 _log = logging.getLogger(__name__)
 
@@ -101,23 +101,16 @@ class MonitorCheck(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Compare the ranks at the sanity check, which a run that goes on does not have, or at its first validation."""
-        if not self._are_compared:
-            self._are_compared, logged = True, trainer.callback_metrics
-            self._check_reduction(
-                {name: float(logged[name]) for name in self._of_validation.values() if name in logged}
-            )
-
-    def _check_reduction(self, own: dict[str, float]) -> None:
-        """Compare the values of the ranks: callbacks follow that of rank zero, and schedules each their own."""
-        ranks = gather_objects(own)
-        for name, monitor in self._of_validation.items():
-            if len({str(rank.get(monitor)) for rank in ranks}) > 1:
-                problem = (
-                    f"{name} monitors {monitor}, which each rank has of its own samples: log it with sync_dist=True"
-                )
-                if name == "ReduceLROnPlateau":
-                    raise UserError(problem)
-                _log.warning("%s, or it follows rank zero's", problem)
+        if self._are_compared:
+            return
+        self._are_compared, logged = True, trainer.callback_metrics
+        own = {monitor: float(logged[monitor]) for monitor in self._of_validation.values() if monitor in logged}
+        differing = names_that_differ(own)
+        for name in [name for name, monitor in self._of_validation.items() if monitor in differing]:
+            problem = f"{name} monitors {self._of_validation[name]}, which each rank has of its own samples"
+            if name == "ReduceLROnPlateau":  # of each rank
+                raise UserError(f"{problem}: log it with sync_dist=True")
+            _log.warning("%s: log it with sync_dist=True, or it follows rank zero's", problem)
 
 
 def _acts_after_validation(callback: Any) -> bool:
