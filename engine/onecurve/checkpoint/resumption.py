@@ -5,13 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    EarlyStopping,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    ModelPruning,
-)
+from lightning.pytorch import callbacks
 
 from onecurve.checkpoint.optimizer_state import name_parameters, restore_by_name
 from onecurve.errors import UserError
@@ -62,10 +56,8 @@ class ExactResumption(L.Callback):
         """Stop a run that a callback has already stopped, even if `min_epochs` postponed the end."""
         if self._early_stop:
             trainer.should_stop = True
-            _log.warning(
-                "EarlyStopping has ended this run (%s): change its patience, or leave it out, to go on",
-                self._early_stop.strip().rstrip("."),
-            )
+            reason = self._early_stop.strip().rstrip(".")
+            _log.warning("EarlyStopping has ended this run (%s): change its patience, or leave it out", reason)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make the test log at the last step and epoch, also if training stopped early or did not run."""
@@ -120,15 +112,12 @@ class ExactResumption(L.Callback):
             self._restore_position(trainer, checkpoint)
             self._requires_grad = checkpoint.get("requires_grad", {})
             for callback in trainer.callbacks if checkpoint.get("has_begun_epoch") else []:
-                if isinstance(callback, BaseFinetuning | LearningRateMonitor):
+                if isinstance(callback, callbacks.BaseFinetuning | callbacks.LearningRateMonitor):
                     _skip_epoch_start(callback)
             _restore_history(trainer, checkpoint["callbacks"])
             self._early_stop = _restore_early_stopping(trainer, checkpoint["callbacks"])
-            if any(isinstance(callback, ModelPruning) for callback in cast(Any, trainer).callbacks):
-                _log.warning(
-                    "ModelPruning saves no masks: the weights that it has pruned train again, until it prunes anew, so "
-                    "this run differs from one that was not stopped"
-                )
+            if any(isinstance(callback, callbacks.ModelPruning) for callback in cast(Any, trainer).callbacks):
+                _log.warning("ModelPruning saves no masks: what it has pruned trains again, until it prunes anew")
 
     def _restore_position(self, trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
         data, position = cast(Any, trainer.datamodule), checkpoint["position"]
@@ -139,12 +128,8 @@ class ExactResumption(L.Callback):
             )
         every = trainer.reload_dataloaders_every_n_epochs
         if every > 1 and position["epoch"] % every:
-            _log.warning(
-                "reload_dataloaders_every_n_epochs=%d counts from epoch %d, in which this run goes on: its data may "
-                "differ from those of a run that was not stopped",
-                every,
-                position["epoch"],
-            )
+            counts = f"counts from epoch {position['epoch']}, in which this run goes on"
+            _log.warning("reload_dataloaders_every_n_epochs=%d %s: its data may be other ones", every, counts)
         self._steps, self._epoch_steps = position["steps"], position["epoch_steps"]
         data.resume(position["epoch"], position["epoch_steps"], position["streams"])
         loops = checkpoint["loops"]["fit_loop"]
@@ -197,7 +182,7 @@ def _restore_history(trainer: L.Trainer, states: dict[str, Any]) -> None:
     folder = Path(str(trainer.ckpt_path)).resolve().parent
     for callback in trainer.checkpoint_callbacks:
         state = states.get(callback.state_key)
-        if isinstance(callback, ModelCheckpoint) and state:
+        if isinstance(callback, callbacks.ModelCheckpoint) and state:
             callback.current_score = state["current_score"]
             # A file in another folder is a copy from another run, and a new history begins.
             if Path(str(callback.dirpath)) == folder:
@@ -208,7 +193,7 @@ def _restore_early_stopping(trainer: Any, states: dict[str, Any]) -> str | None:
     """Return why an EarlyStopping has ended the run, if so; in the states, a changed patience makes it decide anew."""
     reason = None
     for callback in trainer.callbacks:
-        state = states.get(callback.state_key) if isinstance(callback, EarlyStopping) else None
+        state = states.get(callback.state_key) if isinstance(callback, callbacks.EarlyStopping) else None
         if state and state.get("patience", callback.patience) != callback.patience:
             states[callback.state_key] = state | {"patience": callback.patience, "stopping_reason_message": None}
         elif state and state.get("stopping_reason_message"):

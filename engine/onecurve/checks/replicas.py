@@ -9,7 +9,6 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -23,38 +22,32 @@ from onecurve.parallel.gather import gather_objects, names_that_differ
 from onecurve.patches.torch import AnyBatchNorm, is_compiled
 
 _log = logging.getLogger(__name__)
-_WAY_OUT = "Register it as a buffer and set bit_exact=true, or reduce what changes it over the ranks (self.all_gather)"
+_WAYS_OUT = {
+    "rate": "Log with sync_dist=True what a scheduler or callback reads",
+    "state": "Register it as a buffer and set bit_exact=true, or reduce what changes it over the ranks (all_gather)",
+}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
-
-
-class EqualWeights(L.Callback):
-    """Refuses ranks of a script that begin with different weights, as of a module that was built before the trainer.
-
-    It compares the weights before a strategy shards or splits them.
-    """
-
-    _seen: L.LightningModule | None = None  # which a strategy may have sharded or split since
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        is_new, self._seen = self._seen is not pl_module, pl_module
-        if stage != "fit" or not is_new or not dist.is_initialized():
-            return
-        if names_that_differ(_summaries(dict(pl_module.named_parameters()))):
-            raise UserError(
-                "the ranks begin with different weights: build the module after the trainer, which seeds the generators"
-            )
 
 
 class ReplicaCheck(L.Callback):
     """Refuses ranks with different learning rates, buffers or frozen weights, and warns of different attributes.
 
-    They compare trained weights as well, the first time in a run, also one that goes on: a layer may take their first
-    values from its samples, and a step may write their gradients. Ranks exchange hashes at the first step, at log
-    points, before a checkpoint is written, and before a validation, whose forward pass lets DDP replace the buffers by
-    those of rank zero.
+    They compare trained weights as well: as a run begins, before a strategy shards or splits them, in which they differ
+    if a script builds its module before the trainer; and the first time in a run, also one that goes on, as a layer may
+    take their first values from its samples, and a step may write their gradients. Ranks exchange hashes at the first
+    step, at log points, before a checkpoint is written, and before a validation, whose forward pass lets DDP replace
+    the buffers by those of rank zero.
     """
 
+    _seen: L.LightningModule | None = None  # which a strategy may have sharded or split since
     _has_warned = _is_first = False
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        is_new, self._seen = self._seen is not pl_module, pl_module
+        if stage == "fit" and is_new and names_that_differ(_summaries(dict(pl_module.named_parameters()))):
+            raise UserError(
+                "the ranks begin with different weights: build the module after the trainer, which seeds the generators"
+            )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._is_first = not (trainer.distributed_sampler_kwargs or {}).get("has_own_weights", False)
@@ -75,31 +68,27 @@ class ReplicaCheck(L.Callback):
         state = _untrained_weights(trainer, pl_module) | _buffers(pl_module)
         if self._is_first and trainer.training:
             self._is_first, state = False, state | dict(pl_module.named_parameters())
-        rates, changed, others = _differing([_rates(trainer), _summaries(state), known])
-        if rates or changed:
-            way_out = "Log with sync_dist=True what a scheduler or callback reads" if rates else _WAY_OUT
-            raise UserError(
-                f"{[*rates, *changed][0]} differs between the ranks: each has changed it by samples or metrics of its "
-                f"own. {way_out}"
-            )
-        if others:
+        kinds = {"rate": _rates(trainer), "state": _summaries(state), "attribute": known}
+        own = {f"{kind}: {name}": value for kind, values in kinds.items() for name, value in sorted(values.items())}
+        if len(set(gather_objects(hashlib.blake2b(repr(own).encode()).digest()))) == 1:
+            return
+        # Ranks of a pipeline, which hold different stages, compare what they have in common.
+        differing = [name.split(": ", maxsplit=1) for name in names_that_differ(own)]
+        for kind, name in differing:
+            if kind != "attribute":
+                raise UserError(
+                    f"{name} differs between the ranks: each has changed it by samples or metrics of its own. "
+                    f"{_WAYS_OUT[kind]}"
+                )
+        if differing:
             self._has_warned = True
             _log.warning(
                 "the ranks have different %s: if the loss reads it, the run depends on their number. %s",
-                ", ".join(others),
-                _WAY_OUT,
+                ", ".join(name for _, name in differing),
+                _WAYS_OUT["state"],
             )
 
     on_validation_start = on_save_checkpoint = _compare
-
-
-def _differing(kinds: list[dict[str, Any]]) -> list[list[str]]:
-    """Return the names of the values of each kind that differ between ranks. Every rank must call it."""
-    # Hashes are few bytes. Also ranks of a pipeline, which hold different stages, compare what they have in common.
-    text = repr([sorted(values.items()) for values in kinds])
-    if len(set(gather_objects(hashlib.blake2b(text.encode()).digest()))) == 1:
-        return [[] for _ in kinds]
-    return [names_that_differ(values) for values in kinds]
 
 
 def _rates(trainer: L.Trainer) -> dict[str, float]:

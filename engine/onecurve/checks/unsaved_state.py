@@ -68,8 +68,8 @@ class UnsavedStateCheck(L.Callback):
         if has_gradients and not has_updated and "gradients" not in self._named:
             self._named.add("gradients")
             _log.warning(
-                "no checkpoint holds gradients: a run that goes on from this one lacks those that the module has added "
-                "up since its last optimizer step. Let trainer.accumulate_grad_batches divide a larger batch instead"
+                "no checkpoint holds gradients, such as those that the module has added up since its last optimizer "
+                "step: let trainer.accumulate_grad_batches divide a larger batch instead"
             )
 
 
