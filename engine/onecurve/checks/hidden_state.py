@@ -45,10 +45,7 @@ class HiddenStateCheck:
         """Compare with the state before, after the forward pass of a micro-batch or virtual rank of the step."""
         if number == 0:
             for name, *_ in self._changed(self._frozen):
-                raise UserError(
-                    f"the frozen weight {name} {_PROBLEM}, or register it as a buffer, of which all virtual ranks get "
-                    "the mean with bit_exact=true"
-                )
+                raise UserError(f"the frozen weight {name} {_PROBLEM}, or register it as a buffer with bit_exact=true")
             self._check_attributes()
         if number == 1 or (number == 0 and self._bit_exact):
             self._check_trained(number)
@@ -69,9 +66,8 @@ class HiddenStateCheck:
         self._named |= changed
         if changed:
             _log.warning(
-                "training_step changes %s: each process changes its own, so if the loss reads it, the run depends on "
-                "their number; register it as a buffer, of which all virtual ranks get the mean, and draw from the "
-                "global generators of torch, NumPy and Python",
+                "training_step changes %s: each process changes its own, so the run depends on their number if the "
+                "loss reads it; register it as a buffer, and draw by the global generators of torch, NumPy and Python",
                 ", ".join(sorted(changed)),
             )
 

@@ -32,9 +32,12 @@ _log = logging.getLogger(__name__)
 # Relative, of weights on a CPU. A GPU may round convolutions to TF32, and half precision has fewer digits.
 _TOLERANCES, _OTHER_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}, 1e-2
 _WAY_OUT = (
-    "So each number of processes or micro-batches is another experiment. Set bit_exact=true, with which each virtual "
-    "rank has a pass of its own, of data.batch_size / virtual_ranks samples, or train undivided: on one device, with "
-    "trainer.accumulate_grad_batches=1"
+    "Set bit_exact=true, with which each virtual rank has a pass of its own, of data.batch_size / virtual_ranks "
+    "samples, or train undivided: on one device, with trainer.accumulate_grad_batches=1"
+)
+_NO_MEAN = (
+    "%s is no %s over samples: of %d samples it is %.6g, and the %s of their halves %.6g. Log a metric of "
+    "torchmetrics, a sum with reduce_fx='sum', or a mean with its number as batch_size, or set bit_exact=true"
 )
 _DRAWS = 3  # of samples, after the first step
 _REDUCTIONS: dict[str, Callable[..., Any]] = {"sum": sum, "max": max, "min": min}  # of `self.log`, besides the mean
@@ -124,18 +127,14 @@ class DivisionCheck(L.Callback):
             kind = whole[name].reduction
             if _differs(passes, name, tolerance, rounded * (count if kind == "sum" else 1)):
                 self._warned.add(name)
-                _log.warning(
-                    "%s is no %s over samples: of %d samples it is %.6g, and the %s of their halves %.6g. So it "
-                    "differs between numbers of processes: log a metric of torchmetrics, a sum with reduce_fx='sum', "
-                    "give `self.log` the number of what is averaged as its batch_size, or set bit_exact=true",
-                    *(name, kind, count, whole[name].value, kind, _reduced([half[name] for half in halves])),
-                )
+                numbers = (name, kind, count, whole[name].value, kind, _reduced([half[name] for half in halves]))
+                _log.warning(_NO_MEAN, *numbers)
 
 
 def _refuse_loss(module: L.LightningModule, passes: list[_Pass], count: int) -> None:
     """Raise a UserError if the loss or its gradient is not the mean of those of the halves."""
     *halves, whole = passes
-    step, problem = f"{type(module).__name__}.training_step", ""
+    step = f"{type(module).__name__}.training_step"
     if not are_equal(whole.states, halves[0].states):
         problem = f"{step} draws numbers of NumPy or Python for each sample, and each process would draw its own"
     elif _differs(passes, _LOSS, _tolerance(module)):
@@ -150,8 +149,9 @@ def _refuse_loss(module: L.LightningModule, passes: list[_Pass], count: int) -> 
             f"the gradient of {step} does not divide by samples, although its loss does: a hook clips or normalizes "
             "it, or a backward pass compares samples; clip in configure_gradient_clipping"
         )
-    if problem:
-        raise UserError(f"{problem}. {_WAY_OUT}")
+    else:
+        return
+    raise UserError(f"{problem}, so each number of processes is another experiment. {_WAY_OUT}")
 
 
 def _differs(passes: list[_Pass], name: str, tolerance: float, rounded: float = 0.0) -> bool:

@@ -21,10 +21,8 @@ class ScheduleCheck(L.Callback):
             return
         interval, steps = trainer.val_check_interval, data.steps_per_epoch
         if isinstance(interval, int) and steps is not None and interval > steps:
-            raise UserError(
-                f"trainer.val_check_interval={interval} exceeds the {steps} steps of an epoch: "
-                "set a smaller value, or trainer.check_val_every_n_epoch=null"
-            )
+            problem = f"trainer.val_check_interval={interval} exceeds the {steps} steps of an epoch"
+            raise UserError(f"{problem}: set a smaller value, or trainer.check_val_every_n_epoch=null")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuse a OneCycleLR that ends too early, and a ReduceLROnPlateau that steps without a new value."""
@@ -33,13 +31,11 @@ class ScheduleCheck(L.Callback):
             epochs = -(-data.total_steps // data.steps_per_epoch)
             steps = (data.total_steps if config.interval == "step" else epochs) // config.frequency
             if isinstance(config.scheduler, OneCycleLR) and config.scheduler.total_steps < steps:
+                problem = f"make {steps} steps of OneCycleLR, which ends after {config.scheduler.total_steps}"
                 way_out = "give it total_steps=trainer.estimated_stepping_batches"
                 if trainer.ckpt_path:
                     way_out = "set them as in that run, or begin another schedule with its weights by init_from"
-                raise UserError(
-                    f"trainer.max_epochs and max_steps make {steps} steps of OneCycleLR, which ends after "
-                    f"{config.scheduler.total_steps}: {way_out}"
-                )
+                raise UserError(f"trainer.max_epochs and max_steps {problem}: {way_out}")
         every = trainer.check_val_every_n_epoch or 1
         for config in plateau_configs(trainer):
             if config.monitor.startswith("val") and config.frequency % every:
@@ -82,10 +78,8 @@ class MonitorCheck(L.Callback):
 
     def _refuse_or_warn(self) -> None:
         if monitor := self._of_validation.get("ReduceLROnPlateau"):
-            raise UserError(
-                f"ReduceLROnPlateau monitors {monitor}, but the run has no validation: give it validation data, or let "
-                "it monitor a metric of training"
-            )
+            problem = f"ReduceLROnPlateau monitors {monitor}, but the run has no validation"
+            raise UserError(f"{problem}: give it validation data, or let it monitor a metric of training")
         if waiting := sorted({*self._of_validation, *self._after_validation}):
             _log.warning("the run has no validation, so %s cannot act", " and ".join(waiting))
 
