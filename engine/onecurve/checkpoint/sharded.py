@@ -5,7 +5,7 @@ folder, which has the format of torch.distributed.checkpoint. A new folder is wr
 the old folder is removed after that, so that the file's folder is complete at any moment.
 """
 
-import re
+import glob
 import secrets
 import shutil
 import warnings
@@ -78,8 +78,7 @@ def check_shards(checkpoint: dict[str, Any], file: Path) -> None:
 
 def remove_unused_folders(file: Path) -> None:
     """Remove the present and former folders of `file` that no checkpoint in the same directory uses."""
-    pattern = re.compile(rf"{re.escape(file.stem)}\.[0-9a-f]{{8}}\.{SHARDS}")
-    folders = [folder for folder in file.parent.glob(f"*.{SHARDS}") if pattern.fullmatch(folder.name)]
+    folders = list(file.parent.glob(f"{glob.escape(file.stem)}.{'[0-9a-f]' * 8}.{SHARDS}"))
     if not folders:  # reading the checkpoints takes time
         return
     used = {_folder_name(checkpoint) for checkpoint in {file, *file.parent.glob("*.ckpt")}}

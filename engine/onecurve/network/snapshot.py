@@ -32,7 +32,7 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[_Restore]:
     restores = [_restore_of(value) for value in walk(given, left_out, opens_modules=True)]
 
     def restore() -> None:
-        for each in restores:
+        for each in filter(None, restores):
             each()
 
     try:
@@ -41,32 +41,24 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[_Restore]:
         restore()
 
 
-def _restore_of(value: Any) -> _Restore:
-    """Return a function that gives an object the state back that it has now."""
+def _restore_of(value: Any) -> _Restore | None:
+    """Return a function that gives an object the state back that it has now, if it has some."""
     if isinstance(value, Tensor):
         return _restore_of_tensor(value)
     if type(value) is np.ndarray and value.flags.writeable:  # others may lie in a file
         return partial(np.copyto, value, value.copy())
     if (state := generator_state(value)) is not None:
         return partial(_set_generator_state, value, state)
-    if isinstance(value, list | deque):
-        return partial(_restore_sequence, value, list(value))
-    if isinstance(value, set):
-        return partial(_restore_set, value, set(value))
-    if isinstance(value, dict):
-        return partial(_restore_dict, value, dict(value))
-    return partial(_restore_object, value, attributes_of(value)) if is_open(value) else _do_nothing
-
-
-def _do_nothing() -> None:
-    pass
+    if isinstance(value, list | deque | set | dict):
+        return partial(_restore_container, value, dict(value) if isinstance(value, dict) else list(value))
+    return partial(_restore_object, value, attributes_of(value)) if is_open(value) else None
 
 
 @torch.no_grad()
-def _restore_of_tensor(tensor: Tensor) -> _Restore:
+def _restore_of_tensor(tensor: Tensor) -> _Restore | None:
     """Return a function that gives a tensor its values back, and its memory after `tensor.data = ...`."""
     if not is_dense(tensor):
-        return _do_nothing
+        return None
     data = to_local(tensor).detach()
     return partial(_restore_tensor, tensor, data, data.clone())
 
@@ -92,34 +84,23 @@ def _set_generator_state(generator: Any, state: Any) -> None:
         (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)
 
 
-def _restore_sequence(value: Any, before: list[Any]) -> None:
-    if not _are_identical(value, before):
+def _restore_container(value: Any, before: Any) -> None:
+    """Give a container its content back, in its order; not weights of FSDP, which itself gathers and shards them."""
+    now, then = _content(value), _content(before)
+    has_shards = any(isinstance(part, DTensor) for part in (*now, *then))
+    if not has_shards and not (len(now) == len(then) and all(map(is_, now, then))):
         value.clear()
-        value.extend(before)
+        (value.extend if isinstance(value, list | deque) else value.update)(before)
 
 
-def _restore_set(value: set[Any], before: set[Any]) -> None:
-    if value != before:
-        value.clear()
-        value.update(before)
-
-
-def _restore_dict(value: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Give a dictionary its items back, in their order; not one of weights of FSDP, which gathers and shards them."""
-    if any(isinstance(part, DTensor) for part in (*value.values(), *before.values())):
-        return
-    if not (_are_identical(value, before) and _are_identical(value.values(), before.values())):
-        value.clear()
-        value.update(before)
-
-
-def _are_identical(now: Any, before: Any) -> bool:
-    return len(now) == len(before) and all(map(is_, now, before))
+def _content(container: Any) -> list[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else list(container)
 
 
 def _restore_object(value: Any, before: dict[str, Any]) -> None:
     slots = slots_of(value)
-    _restore_dict(getattr(value, "__dict__", {}), {name: part for name, part in before.items() if name not in slots})
+    named = {name: part for name, part in before.items() if name not in slots}
+    _restore_container(getattr(value, "__dict__", {}), named)
     for name in slots:
         if name in before:
             object.__setattr__(value, name, before[name])
