@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from onecurve.data.batch import StepParts
 from onecurve.errors import UserError
-from onecurve.network.module_state import without_log
+from onecurve.network.module_state import set_mode, without_log
 from onecurve.network.object_state import are_equal
 from onecurve.network.snapshot import unchanged
 from onecurve.observe.steps import is_checked_step
@@ -193,7 +193,6 @@ def _passes(trainer: Any, step: str, first: int, count: int) -> list[_Pass] | st
             batches = trainer.datamodule.example_batches(spans, evaluates=step == "validation_step")
             for batch, (start, end) in zip(batches, spans, strict=True):
                 restore()
-                trainer.lightning_module.eval()
                 passes.append(_pass(trainer, step, batch, end - start))
     except Exception as error:
         passes, problem = [], str(error) or type(error).__name__
@@ -266,6 +265,7 @@ def _as_before(trainer: Any, module: L.LightningModule) -> Iterator[Callable[[],
     with (
         isolate_rng(),
         torch.no_grad(),
+        set_mode(module, training=False),
         without_log(module),  # first, as the module keeps it when it is restored
         unchanged(module.modules()) as restore,
         collectives_replaced(trainer.strategy, refuse),  # all ranks have the same samples here
