@@ -144,7 +144,7 @@ class GatheredWeightCheck(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._is_due, self._handles = True, list[Any]()
         self._before: dict[str, Tensor] = {}
-        self._changes: list[tuple[str, Tensor]] = []  # of each weight in each pass, which the host reads at once
+        self._sums: list[tuple[str, Tensor, Tensor]] = []  # of each weight in each pass, which the host reads at once
         for prefix, part in [] if is_compiled(pl_module) else pl_module.named_modules():
             names = [name for name, weight in part.named_parameters(recurse=False) if isinstance(weight, DTensor)]
             if names:
@@ -159,7 +159,7 @@ class GatheredWeightCheck(L.Callback):
         for name in names:
             weight, path = getattr(part, name), f"{prefix}.{name}"
             text = f"{'trained' if weight.requires_grad else 'frozen'} weight {path}"
-            self._changes.append((text, _sum_of_bits(weight) - self._before[path]))
+            self._sums.append((text, self._before[path], _sum_of_bits(weight)))
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         for handle in self._handles:
@@ -168,8 +168,8 @@ class GatheredWeightCheck(L.Callback):
         if not self._is_due or not is_log_point(trainer, trained_steps(trainer)):  # elsewhere the host need not wait
             return
         self._is_due = False
-        changes = torch.stack([change for _, change in self._changes]).tolist() if self._changes else []
-        own = {name for (name, _), change in zip(self._changes, changes, strict=True) if change}
+        sums = torch.stack([torch.stack(pair) for _, *pair in self._sums]).cpu().tolist() if self._sums else []
+        own = {name for (name, *_), (before, after) in zip(self._sums, sums, strict=True) if before != after}
         # Also of ranks whose stage of a pipeline has no such weight.
         for name in sorted(set().union(*gather_objects(own))):
             raise UserError(
