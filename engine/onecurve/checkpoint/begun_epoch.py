@@ -7,7 +7,6 @@ from typing import Any, cast
 import lightning as L
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from onecurve.network.tensors import to_local
 
@@ -44,40 +43,30 @@ class _Trained:
     """A copy, in CPU memory, of the weights, buffers, optimizers and schedules of a run."""
 
     def __init__(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self._module, saved = module, module.state_dict().keys()
-        self._tensors = {name: _copy(one) for name, one in _tensors_of(module).items() if name in saved}
-        self._optimizers = [_TrainedOptimizer(optimizer) for optimizer in trainer.optimizers]
+        self._module = module
+        saved, tensors = module.state_dict().keys(), _tensors_of(module)
+        self._tensors = _copies({name: tensors[name] for name in tensors.keys() & saved})
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self._groups = list(zip(groups, copy.deepcopy(options), strict=True))
+        self._moments = [
+            (optimizer, weight, dict(state), _copies(state))
+            for optimizer in trainer.optimizers
+            for weight, state in optimizer.state.items()
+        ]
         schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
         self._schedules = [(schedule, copy.deepcopy(schedule.state_dict())) for schedule in schedules]
 
     def restore(self) -> None:
         """Put the values back where they were."""
-        now = _tensors_of(self._module)  # a hook may have put another tensor in the place of one
-        for name in self._tensors.keys() & now.keys():
-            to_local(now[name].detach()).copy_(self._tensors[name])
-        for optimizer in self._optimizers:
-            optimizer.restore()
+        _write(self._tensors, _tensors_of(self._module))  # a hook may have put another tensor in the place of one
+        for group, options in self._groups:
+            group.update(options)
+        for optimizer, weight, state, moments in self._moments:
+            _write(moments, state)
+            optimizer.state[weight] = state
         for schedule, state in self._schedules:
             schedule.load_state_dict(state)
-
-
-class _TrainedOptimizer:
-    """A copy of the hyper-parameters and the moments of an optimizer."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        groups = [{key: one for key, one in group.items() if key != "params"} for group in optimizer.param_groups]
-        self._groups = copy.deepcopy(groups)
-        self._states = {weight: dict(state) for weight, state in optimizer.state.items()}
-        self._moments = {weight: _copies(state) for weight, state in self._states.items()}
-
-    def restore(self) -> None:
-        for group, values in zip(self._optimizer.param_groups, self._groups, strict=False):  # a hook may add one
-            group.update(values)
-        for weight, state in self._states.items():
-            for key, moment in self._moments[weight].items():
-                to_local(state[key].detach()).copy_(moment)
-            self._optimizer.state[weight] = state
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -85,9 +74,11 @@ def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _copies(values: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {key: _copy(one) for key, one in values.items() if isinstance(one, Tensor)}
+    """Return copies of tensors in CPU memory, of sharded ones of this rank's shards."""
+    tensors = {key: one for key, one in values.items() if isinstance(one, Tensor)}
+    return {key: to_local(one.detach()).to("cpu", copy=True) for key, one in tensors.items()}
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor in CPU memory, of a sharded one of this rank's shard."""
-    return to_local(tensor.detach()).to("cpu", copy=True)
+def _write(copies: dict[str, Tensor], tensors: Mapping[str, Any]) -> None:
+    for key in copies.keys() & tensors.keys():
+        to_local(tensors[key].detach()).copy_(copies[key])

@@ -170,13 +170,13 @@ def _corruption_error(path: Path | str, error: Exception, option: str) -> Checkp
     return CheckpointUserError(f"{option}={path} is not a complete checkpoint ({cause}): use another")
 
 
-def check_fits(saved: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+def check_fits(saved: dict[str, Tensor], own: dict[str, Tensor], option: str = "ckpt_path") -> None:
     """Check that the weights of a checkpoint have the names and shapes of this module's weights."""
     mismatched = sorted(saved.keys() ^ own.keys()) or [name for name in own if saved[name].shape != own[name].shape]
     if mismatched:
         others = f" and {len(mismatched) - 1} more" if len(mismatched) > 1 else ""
         raise CheckpointUserError(
-            f"ckpt_path contains another network than this run's `model`: they differ in {mismatched[0]}{others}; "
+            f"{option} contains another network than this run's `model`: they differ in {mismatched[0]}{others}; "
             "set `model` and `data` as in that run"
         )
 
@@ -189,17 +189,12 @@ def load_initial_weights(module: nn.Module, path: str) -> None:
     saved, own = read_weights(path, "init_from"), module.state_dict()
     if not saved.keys() & own.keys():
         saved = {f"net.{name}": tensor for name, tensor in saved.items()}
-    head = next((name for name, part in reversed([*module.named_modules()]) if isinstance(part, nn.Linear)), None)
-    resized = [name for name in own if name in saved and saved[name].shape != own[name].shape]
-    mismatched = sorted(saved.keys() ^ own.keys())
-    for name in resized:
-        if name.rpartition(".")[0] != head or saved[name].shape[1:] != own[name].shape[1:]:
-            mismatched.append(name)
-    if mismatched:
-        raise CheckpointUserError(
-            f"init_from={path} contains another network than this run's `model`: they differ in {mismatched[0]}"
-        )
-    fitting = {name: saved[name] for name in own if name not in resized}
+    head = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)][-1:]
+    shared = [name for name in own if name in saved and name.rpartition(".")[0] in head]
+    fits = [name for name in shared if saved[name].shape[1:] == own[name].shape[1:]]
+    resized = [name for name in fits if len(saved[name]) != len(own[name])]
+    fitting = {name: tensor for name, tensor in saved.items() if name not in resized}
+    check_fits(fitting, {name: own[name] for name in own if name not in resized}, f"init_from={path}")
     module.load_state_dict(with_versions(fitting, saved), strict=False)
     if resized:
         there, here = len(saved[resized[0]]), len(own[resized[0]])

@@ -1,6 +1,6 @@
 """Optimizer state by parameter name: named, merged from all ranks, and sharded again."""
 
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
@@ -104,18 +104,16 @@ def merge(states: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
     moments: dict[str, Any] = {}  # by parameter name
     groups: dict[str, dict[str, Any]] = {}  # by group name
     for state in states:
+        moments |= {name: state["state"].get(index) for name, index in indices_by_name(state).items()}
         for group in state["param_groups"]:
-            moments |= {name: state["state"].get(index) for name, index in _indices_by_name(group).items()}
             merged = groups.setdefault(group_name(group), group | {"param_names": []})
             merged["param_names"] += group["param_names"]
-    merged_state: dict[str, Any] = {"state": {}, "param_groups": [group for _, group in sorted(groups.items())]}
-    numbers = count()
+    numbers, merged_state = count(), {"param_groups": [groups[name] for name in sorted(groups)]}
     for group in merged_state["param_groups"]:
         group["param_names"].sort(key=names.index)
         group["params"] = list(islice(numbers, len(group["param_names"])))
-        indices = _indices_by_name(group)
-        merged_state["state"] |= {index: moments[name] for name, index in indices.items() if moments[name]}
-    return merged_state
+    indices = indices_by_name(merged_state)
+    return {"state": {index: moments[name] for name, index in indices.items() if moments[name]}} | merged_state
 
 
 def shard(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
@@ -126,7 +124,7 @@ def shard(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     takes it from the checkpoint, which may be from another device, and ZeroRedundancyOptimizer reads `saved` again.
     """
     saved_groups = {group_name(group): group for group in saved["param_groups"]}
-    saved_indices = {name: i for group in saved_groups.values() for name, i in _indices_by_name(group).items()}
+    saved_indices = indices_by_name(saved)
     for group in optimizer.param_groups:
         if group_name(group) not in saved_groups or not saved_indices.keys() >= set(group["param_names"]):
             raise UserError(
@@ -144,9 +142,10 @@ def shard(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     return {"state": state, "param_groups": param_groups}
 
 
-def _indices_by_name(group: dict[str, Any]) -> dict[str, int]:
-    """Return the index of each parameter of a group in the state dict."""
-    return dict(zip(group["param_names"], group["params"], strict=True))
+def indices_by_name(state: dict[str, Any]) -> dict[str, int]:
+    """Return the index of each parameter in the state dict of an optimizer."""
+    pairs = [zip(group["param_names"], group["params"], strict=True) for group in state["param_groups"]]
+    return dict(chain.from_iterable(pairs))
 
 
 def shard_like(value: Any, parameter: Tensor) -> Any:

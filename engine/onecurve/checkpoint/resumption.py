@@ -5,13 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    EarlyStopping,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    ModelPruning,
-)
+from lightning.pytorch import callbacks
 
 from onecurve.checkpoint.optimizer_state import name_parameters, restore_by_name
 from onecurve.errors import UserError
@@ -40,7 +34,6 @@ class ExactResumption(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._steps = self._epoch_steps = 0  # trained in the run, and in the current epoch
             self._requires_grad: dict[str, bool] = {}  # by name; first that of a checkpoint, then as training begins
             self._early_stop: str | None = None  # why a callback has ended the run
 
@@ -62,28 +55,18 @@ class ExactResumption(L.Callback):
         """Stop a run that a callback has already stopped, even if `min_epochs` postponed the end."""
         if self._early_stop:
             trainer.should_stop = True
-            _log.warning(
-                "EarlyStopping has ended this run (%s): change its patience, or leave it out, to go on",
-                self._early_stop.strip().rstrip("."),
-            )
+            reason = self._early_stop.strip().rstrip(".")
+            _log.warning("EarlyStopping has ended this run (%s): change its patience, or leave it out", reason)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make the test log at the last step and epoch, also if training stopped early or did not run."""
         set_progress(trainer, self._position(trainer))
 
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        set_steps_of_loggers(trainer, self._steps)  # in a resumed run what LearningRateMonitor logs here
+    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        """Set the step of what LearningRateMonitor logs in a resumed run; it is -1 after a LearningRateFinder."""
+        set_steps_of_loggers(trainer, trainer.fit_loop.epoch_loop.batch_progress.total.processed)
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        set_steps_of_loggers(trainer, self._steps)  # -1 after Lightning's LearningRateFinder
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self._steps += 1
-        self._epoch_steps += 1
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:  # else the run stops within the epoch
-            self._epoch_steps = 0
+    on_train_batch_start = on_train_epoch_start
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["position"] = position = self._position(trainer)
@@ -96,23 +79,22 @@ class ExactResumption(L.Callback):
 
     def _position(self, trainer: L.Trainer) -> dict[str, Any]:
         """Return the epoch in which the next step is, the steps that it has had, and those of the run."""
-        data, loop, steps = cast(Any, trainer.datamodule), trainer.fit_loop, self._steps
-        epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
-        epoch, epoch_steps = epochs.processed, self._epoch_steps
-        if epochs.started > epochs.processed:  # another callback may save before this one has counted
-            epoch_steps = batches.current.processed
-            steps += epoch_steps - self._epoch_steps
-        # The run has stopped within an epoch, which `processed` counts already. In a resumed run Lightning does not
-        # increment `ready`, so it may be less.
-        elif epochs.ready <= epochs.processed and epoch_steps > 0:
-            epoch -= 1
+        data, epochs = cast(Any, trainer.datamodule), trainer.fit_loop.epoch_progress.current
+        batches = trainer.fit_loop.epoch_loop.batch_progress
+        epoch, epoch_steps = epochs.processed, batches.current.processed
+        is_within = epochs.started > epochs.processed
         if data.steps_per_epoch is None:  # `is_last_batch` holds from before the batch to the next epoch
-            has_ended = batches.is_last_batch and batches.current.processed == batches.current.ready
+            has_ended = batches.is_last_batch and epoch_steps == batches.current.ready
         else:
             has_ended = epoch_steps == data.steps_per_epoch
-        if has_ended and epoch_steps:  # the validation after the last step comes before the end of the epoch
-            epoch, epoch_steps = epoch + 1, 0
-        return {"epoch": epoch, "epoch_steps": epoch_steps, "steps": steps, "streams": data.states_after(epoch_steps)}
+        if has_ended:
+            epoch, epoch_steps = epoch + is_within, 0  # the validation after the last step precedes the epoch's end
+        # The run has stopped within an epoch, which `processed` counts already. In a resumed run Lightning does not
+        # increment `ready`, so it may be less.
+        elif epoch_steps > 0 and not is_within and epochs.ready <= epochs.processed:
+            epoch -= 1
+        steps, streams = batches.total.processed, data.states_after(epoch_steps)
+        return {"epoch": epoch, "epoch_steps": epoch_steps, "steps": steps, "streams": streams}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Rewrite the saved states, from which Lightning restores its loops and the callbacks afterwards."""
@@ -120,15 +102,12 @@ class ExactResumption(L.Callback):
             self._restore_position(trainer, checkpoint)
             self._requires_grad = checkpoint.get("requires_grad", {})
             for callback in trainer.callbacks if checkpoint.get("has_begun_epoch") else []:
-                if isinstance(callback, BaseFinetuning | LearningRateMonitor):
+                if isinstance(callback, callbacks.BaseFinetuning | callbacks.LearningRateMonitor):
                     _skip_epoch_start(callback)
             _restore_history(trainer, checkpoint["callbacks"])
             self._early_stop = _restore_early_stopping(trainer, checkpoint["callbacks"])
-            if any(isinstance(callback, ModelPruning) for callback in cast(Any, trainer).callbacks):
-                _log.warning(
-                    "ModelPruning saves no masks: the weights that it has pruned train again, until it prunes anew, so "
-                    "this run differs from one that was not stopped"
-                )
+            if any(isinstance(callback, callbacks.ModelPruning) for callback in cast(Any, trainer).callbacks):
+                _log.warning("ModelPruning saves no masks: what it has pruned trains again, until it prunes anew")
 
     def _restore_position(self, trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
         data, position = cast(Any, trainer.datamodule), checkpoint["position"]
@@ -139,18 +118,13 @@ class ExactResumption(L.Callback):
             )
         every = trainer.reload_dataloaders_every_n_epochs
         if every > 1 and position["epoch"] % every:
-            _log.warning(
-                "reload_dataloaders_every_n_epochs=%d counts from epoch %d, in which this run goes on: its data may "
-                "differ from those of a run that was not stopped",
-                every,
-                position["epoch"],
-            )
-        self._steps, self._epoch_steps = position["steps"], position["epoch_steps"]
+            counts = f"counts from epoch {position['epoch']}, in which this run goes on"
+            _log.warning("reload_dataloaders_every_n_epochs=%d %s: its data may be other ones", every, counts)
         data.resume(position["epoch"], position["epoch_steps"], position["streams"])
         loops = checkpoint["loops"]["fit_loop"]
-        _rewind(loops, position["epoch"], self._epoch_steps, total=self._steps)
+        _rewind(loops, position["epoch"], position["epoch_steps"], total=position["steps"])
         # Lightning counts the last step itself.
-        loops["epoch_loop.state_dict"]["_batches_that_stepped"] = self._steps - 1
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] = position["steps"] - 1
 
 
 def _skip_epoch_start(callback: Any) -> None:
@@ -197,7 +171,7 @@ def _restore_history(trainer: L.Trainer, states: dict[str, Any]) -> None:
     folder = Path(str(trainer.ckpt_path)).resolve().parent
     for callback in trainer.checkpoint_callbacks:
         state = states.get(callback.state_key)
-        if isinstance(callback, ModelCheckpoint) and state:
+        if isinstance(callback, callbacks.ModelCheckpoint) and state:
             callback.current_score = state["current_score"]
             # A file in another folder is a copy from another run, and a new history begins.
             if Path(str(callback.dirpath)) == folder:
@@ -208,7 +182,7 @@ def _restore_early_stopping(trainer: Any, states: dict[str, Any]) -> str | None:
     """Return why an EarlyStopping has ended the run, if so; in the states, a changed patience makes it decide anew."""
     reason = None
     for callback in trainer.callbacks:
-        state = states.get(callback.state_key) if isinstance(callback, EarlyStopping) else None
+        state = states.get(callback.state_key) if isinstance(callback, callbacks.EarlyStopping) else None
         if state and state.get("patience", callback.patience) != callback.patience:
             states[callback.state_key] = state | {"patience": callback.patience, "stopping_reason_message": None}
         elif state and state.get("stopping_reason_message"):

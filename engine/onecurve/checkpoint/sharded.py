@@ -5,7 +5,7 @@ folder, which has the format of torch.distributed.checkpoint. A new folder is wr
 the old folder is removed after that, so that the file's folder is complete at any moment.
 """
 
-import re
+import glob
 import secrets
 import shutil
 import warnings
@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from onecurve.checkpoint.optimizer_state import indices_by_name
 from onecurve.network.tensors import with_versions
 from onecurve.patches.torch import tree_map_only
 
@@ -77,8 +78,7 @@ def check_shards(checkpoint: dict[str, Any], file: Path) -> None:
 
 def remove_unused_folders(file: Path) -> None:
     """Remove the present and former folders of `file` that no checkpoint in the same directory uses."""
-    pattern = re.compile(rf"{re.escape(file.stem)}\.[0-9a-f]{{8}}\.{SHARDS}")
-    folders = [folder for folder in file.parent.glob(f"*.{SHARDS}") if pattern.fullmatch(folder.name)]
+    folders = list(file.parent.glob(f"{glob.escape(file.stem)}.{'[0-9a-f]' * 8}.{SHARDS}"))
     if not folders:  # reading the checkpoints takes time
         return
     used = {_folder_name(checkpoint) for checkpoint in {file, *file.parent.glob("*.ckpt")}}
@@ -117,8 +117,7 @@ def _tensors_by_name(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
     """
     values = {f"{section}.{name}": value for section in WEIGHTS for name, value in checkpoint.get(section, {}).items()}
     for number, state in enumerate(checkpoint.get("optimizer_states", [])):
-        for group in state["param_groups"]:
-            for name, index in zip(group["param_names"], group["params"], strict=True):
-                moments = state["state"].get(index, {})
-                values |= {f"optimizer_states.{number}.{name}.{key}": value for key, value in moments.items()}
+        for name, index in indices_by_name(state).items():
+            moments = state["state"].get(index, {})
+            values |= {f"optimizer_states.{number}.{name}.{key}": value for key, value in moments.items()}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}

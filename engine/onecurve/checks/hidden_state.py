@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,10 @@ from onecurve.network.object_state import are_equal, is_same, leaves_of
 from onecurve.network.tensors import to_local
 
 _log = logging.getLogger(__name__)
+_PROBLEM = (
+    "changes in training_step, and each process or micro-batch would change it: write it in on_train_batch_end, once "
+    "per step"
+)
 _ROUNDINGS = 16  # of the largest element of a weight, by which a second normalization may change it
 
 
@@ -39,7 +44,8 @@ class HiddenStateCheck:
     def end_forward(self, number: int) -> None:
         """Compare with the state before, after the forward pass of a micro-batch or virtual rank of the step."""
         if number == 0:
-            self._check_frozen()
+            for name, *_ in self._changed(self._frozen):
+                raise UserError(f"the frozen weight {name} {_PROBLEM}, or register it as a buffer with bit_exact=true")
             self._check_attributes()
         if number == 1 or (number == 0 and self._bit_exact):
             self._check_trained(number)
@@ -48,24 +54,11 @@ class HiddenStateCheck:
         if number == 0:
             self._trained = {name: weight.cpu() for name, weight in _weights(self._module, are_trained=True).items()}
 
-    def _check_frozen(self) -> None:
-        for name, weight, before in self._pairs(self._frozen):
-            if not are_equal(weight, before):
-                raise UserError(
-                    f"the frozen weight {name} changes in training_step, and each process or micro-batch would change "
-                    "it: write it in on_train_batch_end, once per step, or register it as a buffer, of which all "
-                    "virtual ranks get the mean with bit_exact=true"
-                )
-
     def _check_trained(self, number: int) -> None:
-        for name, weight, before in self._pairs(self._trained):
+        for name, weight, before in self._changed(self._trained):
             is_first_mask = number == 0 and bool((weight[weight != before] == 0).all())
-            is_harmless = is_first_mask if self._bit_exact else _is_rounded(weight, before)
-            if not (are_equal(weight, before) or is_harmless):
-                raise UserError(
-                    f"the trained weight {name} changes in training_step, and each process or micro-batch would "
-                    "change it: write it in on_train_batch_end, once per step"
-                )
+            if not (is_first_mask if self._bit_exact else _is_rounded(weight, before)):
+                raise UserError(f"the trained weight {name} {_PROBLEM}")
 
     def _check_attributes(self) -> None:
         now = _hidden_attributes(self._module)
@@ -73,17 +66,18 @@ class HiddenStateCheck:
         self._named |= changed
         if changed:
             _log.warning(
-                "training_step changes %s: each process changes its own, so if the loss reads it, the run depends on "
-                "their number; register it as a buffer, of which all virtual ranks get the mean, and draw from the "
-                "global generators of torch, NumPy and Python",
+                "training_step changes %s: each process changes its own, so the run depends on their number if the "
+                "loss reads it; register it as a buffer, and draw by the global generators of torch, NumPy and Python",
                 ", ".join(sorted(changed)),
             )
 
-    def _pairs(self, before: dict[str, Tensor]) -> list[tuple[str, Tensor, Tensor]]:
-        weights = {name: to_local(weight.detach()) for name, weight in self._module.named_parameters()}
-        shared = sorted(weights.keys() & before.keys())
-        pairs = [(name, weights[name], before[name].to(weights[name].device)) for name in shared]
-        return [(name, weight, other) for name, weight, other in pairs if weight.shape == other.shape]
+    def _changed(self, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield the name and the values, now and before, of each weight that has others, in the same shape."""
+        now = {name: to_local(weight.detach()) for name, weight in self._module.named_parameters()}
+        for name in now.keys() & weights.keys():
+            before = weights[name].to(now[name].device)
+            if before.shape == now[name].shape and not are_equal(now[name], before):
+                yield name, now[name], before
 
 
 def _weights(module: nn.Module, are_trained: bool) -> dict[str, Tensor]:
@@ -98,12 +92,11 @@ def _is_rounded(weight: Tensor, before: Tensor) -> bool:
 
 def _hidden_attributes(module: nn.Module) -> dict[str, list[Any]]:
     """Return copies of the numbers, arrays and tensors that the attributes of the user's modules hold, by name."""
-    leaves = {name: list(leaves_of(value)) for name, value in all_attributes(module).items()}
-    return {name: [_copy(leaf) for leaf in values] for name, values in leaves.items()}
+    return {name: _copies_of_leaves(value) for name, value in all_attributes(module).items()}
 
 
-def _copy(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.copy(leaf)
+def _copies_of_leaves(value: Any) -> list[Any]:
+    return [leaf.detach().clone() if isinstance(leaf, Tensor) else copy.copy(leaf) for leaf in leaves_of(value)]
 
 
 def _are_same(values: list[Any], before: list[Any] | None) -> bool:

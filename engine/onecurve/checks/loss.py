@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from onecurve.data.batch import StepParts
 from onecurve.errors import UserError
-from onecurve.network.module_state import set_mode, unchanged, without_log
+from onecurve.network.module_state import set_mode, without_log
 from onecurve.network.object_state import are_equal
+from onecurve.network.snapshot import unchanged
 from onecurve.observe.steps import is_checked_step
 from onecurve.parallel.gather import collectives_replaced
 from onecurve.patches.torch import is_compiled
@@ -34,17 +35,30 @@ _WAY_OUT = (
     "Set bit_exact=true, with which each virtual rank has a pass of its own, of data.batch_size / virtual_ranks "
     "samples, or train undivided: on one device, with trainer.accumulate_grad_batches=1"
 )
+_NO_MEAN = (
+    "%s is no %s over samples: of %d samples it is %.6g, and the %s of their halves %.6g. Log a metric of "
+    "torchmetrics, a sum with reduce_fx='sum', or a mean with its number as batch_size, or set bit_exact=true"
+)
 _DRAWS = 3  # of samples, after the first step
 _REDUCTIONS: dict[str, Callable[..., Any]] = {"sum": sum, "max": max, "min": min}  # of `self.log`, besides the mean
 _LOSS = "the loss that training_step returns"  # beside the names of what it logs
+_SLOPE = "its slope in a fixed direction of the weights"
+
+
+class _Number(NamedTuple):
+    """A number that a step computed of some samples."""
+
+    value: float
+    weight: int  # in a mean
+    reduction: str
+    size: float  # to which a difference is relative
 
 
 class _Pass(NamedTuple):
     """What a step computed of some samples."""
 
-    values: dict[str, tuple[float, int, str]]  # the loss, or what was logged, with weight and name of its reduction
+    numbers: dict[str, _Number]  # the loss, its slope, and what was logged
     states: Any  # of NumPy's and Python's generators after it
-    slope: tuple[float, float] | None  # of the loss in a fixed direction of the weights, and the norm of its gradient
 
 
 class DivisionCheck(L.Callback):
@@ -68,8 +82,8 @@ class DivisionCheck(L.Callback):
         is_plain = pl_module.automatic_optimization and not getattr(pl_module, "takes_batch", False)
         is_divided = (data.division.is_divided or self.is_always_due) and data.parallel.num_microbatches == 1
         has_metrics = data.evaluates("val") and is_overridden("validation_step", pl_module)
-        self._checks_loss = is_plain and is_divided
-        self._checks_metrics = self._checks_loss and has_metrics
+        steps = ["training_step", "validation_step"] if has_metrics else ["training_step"]
+        self._checked = steps if is_plain and is_divided else []
         self._steps = self._drawn = 0
         # Halves of n and n + 1 samples have no equal parts of one class; several loaders need equal halves.
         self._others = 1 if data.has_one_size else 0
@@ -83,100 +97,85 @@ class DivisionCheck(L.Callback):
         data: Any = trainer.datamodule
         count: int = max(2, int(data.layout.mean_samples_per_batch)) // 2 * 2 + self._others
         for _draw in range(_DRAWS if self._steps == 1 else 1):
-            if self._checks_loss:
-                self._check_loss(trainer, count)
-            if self._checks_metrics:
-                self._check_metrics(trainer, count)
+            for step in list(self._checked):
+                self._check(trainer, step, count)
             self._drawn += count
 
-    def _check_loss(self, trainer: L.Trainer, count: int) -> None:
-        module = trainer.lightning_module
-        passes = _passes(trainer, "training_step", self._drawn, count)
-        if isinstance(passes, str) and self._others:  # a queue of embeddings takes batches that divide its length
-            self._others, count = 0, count - 1
-            passes = _passes(trainer, "training_step", self._drawn, count)
-        if isinstance(passes, str):  # the step of a module may not run in evaluation mode
-            self._checks_loss = False
-            self.result = f"not checked whether the loss divides by samples: {passes}"
-            _log.warning("%s; if it does not, each number of processes or micro-batches is another run", self.result)
+    def _check(self, trainer: L.Trainer, step: str, count: int) -> None:
+        module, is_training = trainer.lightning_module, step == "training_step"
+        passes = _passes(trainer, step, self._drawn, count)
+        if isinstance(passes, str) and self._others and is_training:
+            self._others, count = 0, count - 1  # a queue of embeddings takes batches that divide its length
+            passes = _passes(trainer, step, self._drawn, count)
+        if isinstance(passes, str):  # a step may not run in evaluation mode, communicate, or take a stream
+            self._checked.remove(step)
+            if is_training:
+                self.result = f"not checked whether the loss divides by samples: {passes}"
+                _log.warning("%s; if it does not, each number of processes is another run", self.result)
             return
-        *halves, whole = passes
-        if not are_equal(whole.states, halves[0].states):
-            raise UserError(
-                f"{type(module).__name__}.training_step draws numbers of NumPy or Python for each sample, and each "
-                f"process or micro-batch would draw its own. {_WAY_OUT}"
-            )
-        if not _are_close(whole, halves, _LOSS, _tolerance(module)):
-            raise UserError(
-                f"{type(module).__name__}.training_step does not divide by samples: the loss of {count} samples is "
-                f"{whole.values[_LOSS][0]:.6g}, and the mean of those of their halves {_reduced(halves, _LOSS):.6g}, "
-                "as with class weights, padding without a mask, or a loss that compares samples. So each number of "
-                f"processes or micro-batches is another experiment. {_WAY_OUT}"
-            )
-        if not _have_one_slope(whole, halves, 10 * _tolerance(module)):
-            raise UserError(
-                f"the gradient of {type(module).__name__}.training_step does not divide by samples, although its loss "
-                "does: a hook clips or normalizes it, or a backward pass compares samples. So each number of processes "
-                f"or micro-batches is another experiment: clip in configure_gradient_clipping. {_WAY_OUT}"
-            )
-        self.result = f"the loss of {count} samples is the mean of those of their halves"
+        if is_training:
+            _refuse_loss(module, passes, count)
+            self.result = f"the loss of {count} samples is the mean of those of their halves"
         self._warn_of_others(module, passes, count)
-
-    def _check_metrics(self, trainer: L.Trainer, count: int) -> None:
-        passes = _passes(trainer, "validation_step", self._drawn, count)
-        if isinstance(passes, str):  # it may communicate, or take a stream
-            self._checks_metrics = False
-            _log.debug("not checked whether the metrics of a validation divide by samples: %s", passes)
-            return
-        self._warn_of_others(trainer.lightning_module, passes, count)
 
     def _warn_of_others(self, module: L.LightningModule, passes: list[_Pass], count: int) -> None:
         """Name what the step logs and is not that of the samples together."""
-        *halves, whole = passes
+        *halves, whole = (each.numbers for each in passes)
         tolerance = max(_tolerance(module), _TOLERANCES[torch.float32])  # metrics may be float32
         rounded = 2 / count if tolerance == _OTHER_TOLERANCE else 0.0  # a class of some samples may be another
-        shared = whole.values.keys() & halves[0].values.keys() & halves[1].values.keys()
-        for name in sorted(shared - self._warned - {_LOSS}):
-            parts = count if whole.values[name][2] == "sum" else 1
-            if not _are_close(whole, halves, name, tolerance, rounded * parts):
+        for name in sorted(whole.keys() - self._warned - {_LOSS, _SLOPE}):
+            kind = whole[name].reduction
+            if _differs(passes, name, tolerance, rounded * (count if kind == "sum" else 1)):
                 self._warned.add(name)
-                _log.warning(
-                    "%s is no %s over samples: of %d samples it is %.6g, and the %s of their halves %.6g. So it "
-                    "differs between numbers of processes: log a metric of torchmetrics, a sum with reduce_fx='sum', "
-                    "give `self.log` the number of what is averaged as its batch_size, or set bit_exact=true",
-                    *(name, kind := whole.values[name][2], count, whole.values[name][0], kind, _reduced(halves, name)),
-                )
+                numbers = (name, kind, count, whole[name].value, kind, _reduced([half[name] for half in halves]))
+                _log.warning(_NO_MEAN, *numbers)
 
 
-def _reduced(passes: list[_Pass], name: str) -> float:
-    """Return the mean, sum or extremum of the values of several passes."""
-    values, weights, (kind, *_) = zip(*(each.values[name] for each in passes), strict=True)
-    if kind != "mean":
-        return float(_REDUCTIONS[kind](values))
+def _refuse_loss(module: L.LightningModule, passes: list[_Pass], count: int) -> None:
+    """Raise a UserError if the loss or its gradient is not the mean of those of the halves."""
+    *halves, whole = passes
+    step = f"{type(module).__name__}.training_step"
+    if not are_equal(whole.states, halves[0].states):
+        problem = f"{step} draws numbers of NumPy or Python for each sample, and each process would draw its own"
+    elif _differs(passes, _LOSS, _tolerance(module)):
+        mean = _reduced([half.numbers[_LOSS] for half in halves])
+        problem = (
+            f"{step} does not divide by samples: the loss of {count} samples is {whole.numbers[_LOSS].value:.6g}, and "
+            f"the mean of those of their halves {mean:.6g}, as with class weights, padding without a mask, or a loss "
+            "that compares samples"
+        )
+    elif _differs(passes, _SLOPE, _tolerance(module)):
+        problem = (
+            f"the gradient of {step} does not divide by samples, although its loss does: a hook clips or normalizes "
+            "it, or a backward pass compares samples; clip in configure_gradient_clipping"
+        )
+    else:
+        return
+    raise UserError(f"{problem}, so each number of processes is another experiment. {_WAY_OUT}")
+
+
+def _differs(passes: list[_Pass], name: str, tolerance: float, rounded: float = 0.0) -> bool:
+    """Compare a number with that of the halves, up to a relative tolerance and what may be `rounded` besides."""
+    found = [each.numbers[name] for each in passes if name in each.numbers]
+    sizes = [number.size for number in found]
+    if len(found) < len(passes) or not np.isfinite(sizes).all():  # such as the mean of a class that a half has not
+        return False
+    *halves, whole = found
+    return abs(_reduced(halves) - whole.value) > tolerance * max(*sizes, 0.1) + rounded
+
+
+def _reduced(numbers: list[_Number]) -> float:
+    """Return the mean, sum or extremum of the numbers of several passes."""
+    values, weights = [number.value for number in numbers], [number.weight for number in numbers]
+    if numbers[0].reduction != "mean":
+        return float(_REDUCTIONS[numbers[0].reduction](values))
     return float(np.average(values, weights=weights)) if any(weights) else np.nan
-
-
-def _have_one_slope(whole: _Pass, halves: list[_Pass], tolerance: float) -> bool:
-    """Return whether the slope is the mean of those of the halves, up to a tolerance relative to the gradient."""
-    slopes = [each.slope[0] for each in halves if each.slope]
-    if whole.slope is None or len(slopes) < len(halves):
-        return True
-    mean = np.average(slopes, weights=[each.values[_LOSS][1] for each in halves])
-    return not abs(mean - whole.slope[0]) > tolerance * max(whole.slope[1], 1.0)
 
 
 def _tolerance(module: L.LightningModule) -> float:
     weight = next(module.parameters())
     is_precise = weight.is_cpu or weight.dtype is torch.float64
     return _TOLERANCES.get(weight.dtype, _OTHER_TOLERANCE) if is_precise else _OTHER_TOLERANCE
-
-
-def _are_close(whole: _Pass, halves: list[_Pass], name: str, tolerance: float, rounded: float = 0.0) -> bool:
-    """Compare a number with that of the halves, up to a relative tolerance and what may be `rounded` besides."""
-    sizes = [abs(each.values[name][0]) for each in (whole, *halves)]
-    if not np.isfinite(sizes).all():  # such as the mean of a class that a half does not have
-        return True
-    return not abs(_reduced(halves, name) - whole.values[name][0]) > tolerance * max(*sizes, 0.1) + rounded
 
 
 def _passes(trainer: Any, step: str, first: int, count: int) -> list[_Pass] | str:
@@ -212,13 +211,14 @@ def _pass(trainer: Any, step: str, batch: StepParts, samples: int) -> _Pass:
     # The type of new tensors is that of the step. Autocast would round, and halves would differ from the whole.
     with nullcontext() if isinstance(plugin, MixedPrecision) else plugin.forward_context(), _gradients(module, step):
         output = getattr(module, step)(batch, 0, *([0] if several else []))
-    values = dict(_logged_numbers(module.log.call_args_list, samples))
-    states, slope = [random.getstate(), np.random.get_state()], None
+    numbers = dict(_logged_numbers(module.log.call_args_list, samples))
+    states = [random.getstate(), np.random.get_state()]
     if step == "training_step":
         loss = output["loss"] if isinstance(output, Mapping) else output
-        values[_LOSS] = (float(loss.detach()), samples, "mean")
-        slope = _slope(loss, module)
-    return _Pass(values, states, slope)
+        numbers[_LOSS] = _Number(float(loss.detach()), samples, "mean", size=abs(float(loss.detach())))
+        with suppress(RuntimeError):  # of a loss without gradients, or a recomputation that works in `backward` only
+            numbers[_SLOPE] = _slope(loss, module, samples)
+    return _Pass(numbers, states)
 
 
 def _gradients(module: L.LightningModule, step: str) -> Any:
@@ -227,33 +227,31 @@ def _gradients(module: L.LightningModule, step: str) -> Any:
     return torch.set_grad_enabled(step == "training_step" and not is_sharded and not is_compiled(module))
 
 
-def _slope(loss: Tensor, module: L.LightningModule) -> tuple[float, float] | None:
-    """Return the slope of a loss in a random direction of the weights, always the same one, and its gradient's norm."""
-    if not loss.requires_grad:
-        return None
+def _slope(loss: Tensor, module: L.LightningModule, samples: int) -> _Number:
+    """Return the slope of a loss in a random direction of the weights, always the same one."""
     weights = [weight for weight in module.parameters() if weight.requires_grad]
+    gradients = torch.autograd.grad(loss, weights, allow_unused=True)
     seed_generators(0, module.device.type)
     slope = square = 0.0
-    with suppress(RuntimeError):  # such as of a recomputation that works in `backward` only
-        for weight, gradient in zip(weights, torch.autograd.grad(loss, weights, allow_unused=True), strict=True):
-            direction = torch.randn(weight.shape, device=weight.device)
-            if gradient is not None:
-                gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))  # its square may be tiny
-                slope += float((gradient * direction).sum())
-                square += float(gradient.square().sum())
-        return slope, square**0.5
-    return None
+    for weight, gradient in zip(weights, gradients, strict=True):
+        direction = torch.randn(weight.shape, device=weight.device)
+        if gradient is not None:
+            gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))  # its square may be tiny
+            slope += float((gradient * direction).sum())
+            square += float(gradient.square().sum())
+    return _Number(slope, samples, "mean", size=10 * max(square**0.5, 1.0))
 
 
-def _logged_numbers(calls: list[Any], samples: int) -> Iterator[tuple[str, tuple[float, int, str]]]:
+def _logged_numbers(calls: list[Any], samples: int) -> Iterator[tuple[str, _Number]]:
     """Yield the numbers that Lightning reduces, each with its weight in a mean; a metric has sums of its own."""
     for call in calls:
         arguments = signature(L.LightningModule.log).bind(None, *call.args, **call.kwargs).arguments
         value, reduction = arguments["value"], arguments.get("reduce_fx", "mean")
         kind = getattr(reduction, "__name__", reduction)  # of a function of torch, or its name
         if isinstance(value, float | int | Tensor) and (kind == "mean" or kind in _REDUCTIONS):
-            size, value = arguments.get("batch_size"), value.detach() if isinstance(value, Tensor) else value
-            yield arguments["name"], (float(value), samples if size is None else int(size), kind)
+            size, number = arguments.get("batch_size"), float(torch.as_tensor(value).detach())
+            weight = samples if size is None else int(size)
+            yield arguments["name"], _Number(number, weight, kind, size=abs(number))
 
 
 @contextmanager

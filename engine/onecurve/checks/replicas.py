@@ -2,61 +2,52 @@
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from onecurve.checkpoint.optimizer_state import group_name
 from onecurve.errors import UserError
 from onecurve.network.module_state import attributes
-from onecurve.network.object_state import are_equal
+from onecurve.network.object_state import are_equal, is_dense
 from onecurve.network.tensors import to_local
 from onecurve.observe.steps import is_log_point, trained_steps
 from onecurve.parallel.gather import gather_objects, names_that_differ
 from onecurve.patches.torch import AnyBatchNorm, is_compiled
 
 _log = logging.getLogger(__name__)
-_WAY_OUT = "Register it as a buffer and set bit_exact=true, or reduce what changes it over the ranks (self.all_gather)"
+_WAYS_OUT = {
+    "rate": "Log with sync_dist=True what a scheduler or callback reads",
+    "state": "Register it as a buffer and set bit_exact=true, or reduce what changes it over the ranks (all_gather)",
+}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
-
-
-class EqualWeights(L.Callback):
-    """Refuses ranks of a script that begin with different weights, as of a module that was built before the trainer.
-
-    It compares the weights before a strategy shards or splits them.
-    """
-
-    _seen: L.LightningModule | None = None  # which a strategy may have sharded or split since
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        is_new, self._seen = self._seen is not pl_module, pl_module
-        if stage != "fit" or not is_new or not dist.is_initialized():
-            return
-        weights = [weight for weight in pl_module.parameters() if not is_lazy(weight)]
-        own = [float(weight.detach().float().sum()) for weight in weights]
-        if any(other != own for other in gather_objects(own)):
-            raise UserError(
-                "the ranks begin with different weights: build the module after the trainer, which seeds the generators"
-            )
 
 
 class ReplicaCheck(L.Callback):
     """Refuses ranks with different learning rates, buffers or frozen weights, and warns of different attributes.
 
-    They compare trained weights as well, the first time in a run, also one that goes on: a layer may take their first
-    values from its samples, and a step may write their gradients. Ranks exchange hashes at the first step, at log
-    points, before a checkpoint is written, and before a validation, whose forward pass lets DDP replace the buffers by
-    those of rank zero.
+    They compare trained weights as well: as a run begins, before a strategy shards or splits them, in which they differ
+    if a script builds its module before the trainer; and the first time in a run, also one that goes on, as a layer may
+    take their first values from its samples, and a step may write their gradients. Ranks exchange hashes at the first
+    step, at log points, before a checkpoint is written, and before a validation, whose forward pass lets DDP replace
+    the buffers by those of rank zero.
     """
 
+    _seen: L.LightningModule | None = None  # which a strategy may have sharded or split since
     _has_warned = _is_first = False
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        is_new, self._seen = self._seen is not pl_module, pl_module
+        if stage == "fit" and is_new and names_that_differ(_summaries(dict(pl_module.named_parameters()))):
+            raise UserError(
+                "the ranks begin with different weights: build the module after the trainer, which seeds the generators"
+            )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._is_first = not (trainer.distributed_sampler_kwargs or {}).get("has_own_weights", False)
@@ -73,40 +64,31 @@ class ReplicaCheck(L.Callback):
         """
         if trainer.world_size == 1:
             return
-        known = {} if self._has_warned else bits(attributes(pl_module))
-        state = _state(pl_module) | _weights_of_others(trainer, pl_module)
+        known = {} if self._has_warned else _summaries(attributes(pl_module))
+        state = _untrained_weights(trainer, pl_module) | _buffers(pl_module)
         if self._is_first and trainer.training:
             self._is_first, state = False, state | dict(pl_module.named_parameters())
-        rates, changed, others = _differing([_rates(trainer), bits(state), known])
-        cause = "differs between the ranks: each has changed it by samples or metrics of its own."
-        for name in rates:
-            raise UserError(f"{name} {cause} Log with sync_dist=True what a scheduler or callback reads")
-        for name in changed:
-            raise UserError(f"{name} {cause} {_WAY_OUT}")
-        if others:
+        kinds = {"rate": _rates(trainer), "state": _summaries(state), "attribute": known}
+        own = {f"{kind}: {name}": value for kind, values in kinds.items() for name, value in sorted(values.items())}
+        if len(set(gather_objects(hashlib.blake2b(repr(own).encode()).digest()))) == 1:
+            return
+        # Ranks of a pipeline, which hold different stages, compare what they have in common.
+        differing = [name.split(": ", maxsplit=1) for name in names_that_differ(own)]
+        for kind, name in differing:
+            if kind != "attribute":
+                raise UserError(
+                    f"{name} differs between the ranks: each has changed it by samples or metrics of its own. "
+                    f"{_WAYS_OUT[kind]}"
+                )
+        if differing:
             self._has_warned = True
             _log.warning(
                 "the ranks have different %s: if the loss reads it, the run depends on their number. %s",
-                ", ".join(others),
-                _WAY_OUT,
+                ", ".join(name for _, name in differing),
+                _WAYS_OUT["state"],
             )
 
     on_validation_start = on_save_checkpoint = _compare
-
-
-def _differing(kinds: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return the names of the values of each kind that differ between ranks. Every rank must call it."""
-    own = [[_hash(sorted(values)), _hash(sorted(values.items()))] for values in kinds]
-    ranks = gather_objects(own)  # also those of a pipeline, of which the strategy's all_gather may leave some out
-    return [_names(values, [rank[number] for rank in ranks]) for number, values in enumerate(kinds)]
-
-
-def _names(own: dict[str, Any], hashes: list[list[int]]) -> list[str]:
-    """Return the names of the values that differ, if the (ranks, 2) hashes of names and of values say that some do."""
-    # Ranks of a pipeline hold different stages: only those that have the same names are compared.
-    if len({tuple(rank) for rank in hashes}) == len({names for names, _ in hashes}):
-        return []
-    return names_that_differ(own)
 
 
 def _rates(trainer: L.Trainer) -> dict[str, float]:
@@ -120,38 +102,36 @@ def _rates(trainer: L.Trainer) -> dict[str, float]:
     }
 
 
-def _state(module: nn.Module) -> dict[str, Tensor]:
-    """Return what no strategy averages: buffers, but those of batch normalization, and frozen weights."""
-    norms = tuple(f"{name}." for name, layer in module.named_modules() if isinstance(layer, AnyBatchNorm))
-    weights = {name: weight for name, weight in module.named_parameters() if not weight.requires_grad}
-    return weights | {name: buffer for name, buffer in module.named_buffers() if not name.startswith(norms)}
-
-
-def _weights_of_others(trainer: L.Trainer, module: nn.Module) -> dict[str, Tensor]:
-    """Return the weights that no optimizer of the run trains: a callback may do so, as of a classifier on features."""
+def _untrained_weights(trainer: L.Trainer, module: nn.Module) -> dict[str, Tensor]:
+    """Return frozen weights, and those of no optimizer of the run: a callback may train a classifier on features."""
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    trained = {id(weight) for group in groups for weight in group["params"]}
+    trained = {id(weight) for group in groups for weight in group["params"] if weight.requires_grad}
     return {name: weight for name, weight in module.named_parameters() if id(weight) not in trained}
 
 
-def bits(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values, with a sum of the bits of a tensor in its place; without shards and sparse tensors."""
-    found = {}
-    for name, value in values.items():
-        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.layout is torch.strided:
-            value = int(_sum_of_bits(value))
-        if not isinstance(value, Tensor):
-            found[name] = value
-    return found
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers, but those of batch normalization."""
+    norms = tuple(f"{name}." for name, layer in module.named_modules() if isinstance(layer, AnyBatchNorm))
+    return {name: buffer for name, buffer in module.named_buffers() if not name.startswith(norms)}
+
+
+def _summaries(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: summary(value) for name, value in values.items()}
+
+
+def summary(value: Any) -> Any:
+    """Return what tells a number, an array or a tensor from others, without its memory; of a shard, the shape alone."""
+    if isinstance(value, np.ndarray):
+        return hashlib.blake2b(value.tobytes()).hexdigest()
+    if isinstance(value, Tensor):
+        is_whole = is_dense(value) and not isinstance(value, DTensor)
+        return (*value.shape, int(_sum_of_bits(value)) if is_whole else None)
+    return value
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().flatten()
+    flat = to_local(tensor.detach()).flatten()
     return flat.view(_INTEGERS.get(flat.element_size(), torch.int64)).sum()
-
-
-def _hash(value: Any) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big", signed=True)
 
 
 class GatheredWeightCheck(L.Callback):
@@ -173,13 +153,13 @@ class GatheredWeightCheck(L.Callback):
                 self._handles.append(part.register_forward_hook(partial(self._compare, prefix, names), prepend=True))
 
     def _keep(self, prefix: str, names: list[str], part: nn.Module, *_: Any) -> None:
-        self._before |= {f"{prefix}.{name}": _sum_of_bits(to_local(getattr(part, name))) for name in names}
+        self._before |= {f"{prefix}.{name}": _sum_of_bits(getattr(part, name)) for name in names}
 
     def _compare(self, prefix: str, names: list[str], part: nn.Module, *_: Any) -> None:
         for name in names:
             weight, path = getattr(part, name), f"{prefix}.{name}"
             text = f"{'trained' if weight.requires_grad else 'frozen'} weight {path}"
-            self._sums.append((text, self._before[path], _sum_of_bits(to_local(weight))))
+            self._sums.append((text, self._before[path], _sum_of_bits(weight)))
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         for handle in self._handles:
@@ -229,5 +209,4 @@ class BufferCheck(L.Callback):
 
 def _divided_buffers(trainer: L.Trainer, module: Any) -> dict[str, Tensor]:
     """Return the buffers of what each micro-batch calls, which in a pipeline is the network."""
-    part = module.net if trainer.datamodule.parallel.num_microbatches > 1 else module
-    return {name: tensor for name, tensor in _state(part).items() if not isinstance(tensor, nn.Parameter)}
+    return _buffers(module.net if trainer.datamodule.parallel.num_microbatches > 1 else module)

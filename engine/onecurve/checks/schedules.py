@@ -7,7 +7,7 @@ import lightning as L
 from torch.optim.lr_scheduler import OneCycleLR
 
 from onecurve.errors import UserError
-from onecurve.parallel.gather import gather_objects
+from onecurve.parallel.gather import names_that_differ
 
 _log = logging.getLogger(__name__)
 
@@ -21,10 +21,8 @@ class ScheduleCheck(L.Callback):
             return
         interval, steps = trainer.val_check_interval, data.steps_per_epoch
         if isinstance(interval, int) and steps is not None and interval > steps:
-            raise UserError(
-                f"trainer.val_check_interval={interval} exceeds the {steps} steps of an epoch: "
-                "set a smaller value, or trainer.check_val_every_n_epoch=null"
-            )
+            problem = f"trainer.val_check_interval={interval} exceeds the {steps} steps of an epoch"
+            raise UserError(f"{problem}: set a smaller value, or trainer.check_val_every_n_epoch=null")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuse a OneCycleLR that ends too early, and a ReduceLROnPlateau that steps without a new value."""
@@ -33,13 +31,11 @@ class ScheduleCheck(L.Callback):
             epochs = -(-data.total_steps // data.steps_per_epoch)
             steps = (data.total_steps if config.interval == "step" else epochs) // config.frequency
             if isinstance(config.scheduler, OneCycleLR) and config.scheduler.total_steps < steps:
+                problem = f"make {steps} steps of OneCycleLR, which ends after {config.scheduler.total_steps}"
                 way_out = "give it total_steps=trainer.estimated_stepping_batches"
                 if trainer.ckpt_path:
                     way_out = "set them as in that run, or begin another schedule with its weights by init_from"
-                raise UserError(
-                    f"trainer.max_epochs and max_steps make {steps} steps of OneCycleLR, which ends after "
-                    f"{config.scheduler.total_steps}: {way_out}"
-                )
+                raise UserError(f"trainer.max_epochs and max_steps {problem}: {way_out}")
         every = trainer.check_val_every_n_epoch or 1
         for config in plateau_configs(trainer):
             if config.monitor.startswith("val") and config.frequency % every:
@@ -82,10 +78,8 @@ class MonitorCheck(L.Callback):
 
     def _refuse_or_warn(self) -> None:
         if monitor := self._of_validation.get("ReduceLROnPlateau"):
-            raise UserError(
-                f"ReduceLROnPlateau monitors {monitor}, but the run has no validation: give it validation data, or let "
-                "it monitor a metric of training"
-            )
+            problem = f"ReduceLROnPlateau monitors {monitor}, but the run has no validation"
+            raise UserError(f"{problem}: give it validation data, or let it monitor a metric of training")
         if waiting := sorted({*self._of_validation, *self._after_validation}):
             _log.warning("the run has no validation, so %s cannot act", " and ".join(waiting))
 
@@ -101,23 +95,16 @@ class MonitorCheck(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Compare the ranks at the sanity check, which a run that goes on does not have, or at its first validation."""
-        if not self._are_compared:
-            self._are_compared, logged = True, trainer.callback_metrics
-            self._check_reduction(
-                {name: float(logged[name]) for name in self._of_validation.values() if name in logged}
-            )
-
-    def _check_reduction(self, own: dict[str, float]) -> None:
-        """Compare the values of the ranks: callbacks follow that of rank zero, and schedules each their own."""
-        ranks = gather_objects(own)
-        for name, monitor in self._of_validation.items():
-            if len({str(rank.get(monitor)) for rank in ranks}) > 1:
-                problem = (
-                    f"{name} monitors {monitor}, which each rank has of its own samples: log it with sync_dist=True"
-                )
-                if name == "ReduceLROnPlateau":
-                    raise UserError(problem)
-                _log.warning("%s, or it follows rank zero's", problem)
+        if self._are_compared:
+            return
+        self._are_compared, logged = True, trainer.callback_metrics
+        own = {monitor: float(logged[monitor]) for monitor in self._of_validation.values() if monitor in logged}
+        differing = names_that_differ(own)
+        for name in [name for name, monitor in self._of_validation.items() if monitor in differing]:
+            problem = f"{name} monitors {self._of_validation[name]}, which each rank has of its own samples"
+            if name == "ReduceLROnPlateau":  # of each rank
+                raise UserError(f"{problem}: log it with sync_dist=True")
+            _log.warning("%s: log it with sync_dist=True, or it follows rank zero's", problem)
 
 
 def _acts_after_validation(callback: Any) -> bool:

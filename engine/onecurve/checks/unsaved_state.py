@@ -1,18 +1,16 @@
 """A check for what changes in a run and is in no checkpoint."""
 
-import hashlib
 import logging
 from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
-import numpy as np
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from onecurve.checks.replicas import bits
+from onecurve.checks.replicas import summary
 from onecurve.network.module_state import all_attributes
 from onecurve.network.object_state import leaves_of
 
@@ -70,8 +68,8 @@ class UnsavedStateCheck(L.Callback):
         if has_gradients and not has_updated and "gradients" not in self._named:
             self._named.add("gradients")
             _log.warning(
-                "no checkpoint holds gradients: a run that goes on from this one lacks those that the module has added "
-                "up since its last optimizer step. Let trainer.accumulate_grad_batches divide a larger batch instead"
+                "no checkpoint holds gradients, such as those that the module has added up since its last optimizer "
+                "step: let trainer.accumulate_grad_batches divide a larger batch instead"
             )
 
 
@@ -81,22 +79,15 @@ def _unsaved(trainer: L.Trainer, module: nn.Module) -> Iterator[tuple[str, list[
         if isinstance(value, LRScheduler):
             yield name, [] if value in schedules else [value.last_epoch]
         elif not (isinstance(value, Tensor) and value.requires_grad):  # which is of one step
-            yield name, [_summary(leaf) for leaf in leaves_of(value)]
+            yield name, [summary(leaf) for leaf in leaves_of(value)]
     for number, optimizer in enumerate(trainer.optimizers):
         is_known = type(optimizer).__module__.startswith(("torch.", "onecurve."))
         for name, value in () if is_known else vars(optimizer).items():
             is_inner = isinstance(value, Optimizer)  # whose state may be that of the outer one
             if name not in _SAVED and not (is_inner and optimizer.state_dict()["state"]):
                 leaves = leaves_of(value.state if is_inner else value)
-                yield f"{name} of optimizer {number}", [_summary(leaf) for leaf in leaves]
+                yield f"{name} of optimizer {number}", [summary(leaf) for leaf in leaves]
     saved = module.state_dict().keys()
     for name, buffer in module.named_buffers():
         if name not in saved:
-            yield name, [_summary(buffer)]
-
-
-def _summary(leaf: Any) -> Any:
-    """Return what tells a value from others, without its memory."""
-    if isinstance(leaf, Tensor):
-        return (*leaf.shape, *bits({"": leaf}).values())
-    return hashlib.blake2b(leaf.tobytes()).hexdigest() if isinstance(leaf, np.ndarray) else leaf
+            yield name, [summary(buffer)]

@@ -1,20 +1,16 @@
-"""Attributes of modules; computing without a trace: in another mode, without logs, with the state restored."""
+"""Attributes of modules; computing in another mode, and without logs."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import lightning as L
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torchmetrics import Metric, MetricCollection
 
-from onecurve.network.object_state import Restore, Snapshot, restore_of_tensor
 from onecurve.patches.torch import AUTOCAST_FLAG, COMPILER_MARK
 
-_INTERNAL = vars(nn.Module()).keys()  # attributes of torch's own
 _OPTIONS = ("p", "momentum", "eps")  # of layers of torch
 _OTHERS = {*vars(L.LightningModule()), AUTOCAST_FLAG}  # attributes of any module
 
@@ -55,80 +51,3 @@ def set_mode(net: nn.Module, training: bool) -> Iterator[None]:
 def without_log(module: L.LightningModule) -> Any:
     """Return a context in which the module can log although no trainer's loop runs; `log_dict` calls `log`, a mock."""
     return mock.patch.object(module, "log")
-
-
-@contextmanager
-def unchanged(modules: Iterable[nn.Module]) -> Iterator[Restore]:
-    """Restore all that a pass may change in modules; the context's value is a function that does so in between.
-
-    Modules get their attributes back, buffers and weights; containers, plain objects and generators of random numbers
-    that are attributes get back what they held (`Snapshot`). A buffer keeps its shape.
-    """
-    snapshot = _ModuleSnapshot(modules)
-    try:
-        yield snapshot.restore
-    finally:
-        snapshot.restore()
-
-
-class _ModuleSnapshot(Snapshot):
-    """Copies of what modules hold, also those that are in a container and so no parts of others."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self._parts = set(modules)
-        self.add(self._parts)
-
-    def record(self, value: Any) -> Sequence[Any]:
-        if not isinstance(value, nn.Module):
-            return super().record(value)
-        attributes, weights, buffers = _attributes(value), _weights_of(value), _buffers_of(value)
-        self.keep(partial(_restore_attributes, value, attributes))
-        self.keep(partial(_restore_weights, value, weights))
-        self.keep(partial(_restore_buffers, value, buffers, set(dir(value))))
-        for tensor in [*weights.values(), *buffers.values(), *attributes.values()]:
-            if isinstance(tensor, Tensor) and self.is_new(tensor):
-                self.keep(restore_of_tensor(tensor))
-        others = [] if value in self._parts else value.children()
-        return [*attributes.values(), *others]
-
-
-def _attributes(part: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(part).items() if name not in _INTERNAL}
-
-
-def _restore_attributes(part: nn.Module, before: dict[str, Any]) -> None:
-    for name in _attributes(part).keys() - before.keys():
-        vars(part).pop(name)
-    vars(part).update(before)
-
-
-def _weights_of(part: nn.Module) -> dict[str, Tensor]:
-    return dict(part.named_parameters(recurse=False, remove_duplicate=False))
-
-
-def _restore_weights(part: nn.Module, before: dict[str, Tensor]) -> None:
-    """Give a module its own weights back, but for those of FSDP, which itself sets gathered and sharded ones."""
-    now = _weights_of(part)
-    for name, weight in before.items():
-        if now.get(name) is not weight and not any(isinstance(each, DTensor) for each in (weight, now.get(name))):
-            setattr(part, name, weight)
-
-
-def _buffers_of(part: nn.Module) -> dict[str, Tensor]:
-    return dict(part.named_buffers(recurse=False, remove_duplicate=False))
-
-
-def _restore_buffers(part: nn.Module, before: dict[str, Tensor], names: set[str]) -> None:
-    """Give a module its own buffers back, whose values may have changed; it had these `names` of attributes before."""
-    for name in _buffers_of(part).keys() - before.keys():
-        if name in names:  # it was None
-            setattr(part, name, None)
-        else:
-            delattr(part, name)
-    for name, buffer in before.items():
-        if name in vars(part) or not hasattr(part, name):  # it was deleted, perhaps for another attribute
-            vars(part).pop(name, None)
-            part.register_buffer(name, buffer)
-        else:
-            setattr(part, name, buffer)

@@ -5,13 +5,13 @@ import os
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -62,6 +62,7 @@ class Timeline(L.Callback):
         self.recorded: RecordedStep | None = None
         self.step_seconds: float | None = None
         self._file: Path | None = None  # None while nothing is written
+        self._device = torch.device("cpu")
         self._recording: StepRecording | None = None  # of this interval; `current_recording` while it goes on
         self._recorded_step = 0  # its number
 
@@ -99,11 +100,10 @@ class Timeline(L.Callback):
             self._recorded_step = step + 1
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._validation = self._pause("validation")
-        self._validation.__enter__()
+        self._validation_start = self._now()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._validation.__exit__(None, None, None)
+        self._end_pause("validation", self._validation_start)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write what followed the last log point, such as the last validation."""
@@ -117,20 +117,20 @@ class Timeline(L.Callback):
 
     def _save(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint by `Trainer.save_checkpoint`, which has a hook before, but none after."""
-        with self._pause("save"):
-            save(*args, **kwargs)
+        start = self._now()
+        save(*args, **kwargs)
+        self._end_pause("save", start)
 
-    @contextmanager
-    def _pause(self, name: str) -> Iterator[None]:
-        """Measure what is no part of a step."""
-        if self._file is None:
-            yield
-            return
-        synchronize(self._device)  # the GPU's queue belongs to the steps before
-        start = time.time()
-        yield
+    def _now(self) -> float:
+        """Return the time at which the GPU has done what is queued, which belongs to the steps before."""
         synchronize(self._device)
-        seconds = time.time() - start
+        return time.time()
+
+    def _end_pause(self, name: str, start: float) -> None:
+        """Record what is no part of a step."""
+        if self._file is None:
+            return
+        seconds = self._now() - start
         self._pauses[name] += seconds
         self._write("span", {"name": name, "start": start, "seconds": round(seconds, 6)})
         if recording := current_recording():  # this is no part of the step, so it begins anew
@@ -141,12 +141,11 @@ class Timeline(L.Callback):
         set_recording(self._recording)
 
     def _write_interval(self, step: int) -> None:
-        synchronize(self._device)
+        now = self._now()
         self.recorded = self._recording.resolve() if self._recording else None
         if self.recorded and self.recorded.passes:
             passes = [[*which, round(start, 6), round(end, 6)] for *which, start, end in self.recorded.passes]
             self._write("passes", {"step": self._recorded_step, "start": self.recorded.start, "passes": passes})
-        now = time.time()
         training, steps = now - self._start - sum(self._pauses.values()), step - self._last_step
         interval = {"step": step, "steps": steps, "start": self._start, "seconds": now - self._start}
         self.step_seconds = training / steps if steps else None

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from signal import SIGINT
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -31,19 +31,11 @@ class WandbLogger(lightning_strategies.WandbLogger):
         run_id: id of the W&B run.
         folder: the run folder, for wandb's files.
         name: the displayed name of the run.
-        log_model: whether to upload the final checkpoints as artifacts; "all" uploads each one when it is saved.
-        options: other arguments of Lightning's WandbLogger and of `wandb.init`.
+        options: other arguments of Lightning's WandbLogger and of `wandb.init`. `log_model` is whether to upload the
+            final checkpoints as artifacts; "all" uploads each one when it is saved.
     """
 
-    def __init__(
-        self,
-        project: str,
-        run_id: str,
-        folder: str,
-        name: str,
-        log_model: bool | Literal["all"] = False,
-        **options: Any,
-    ) -> None:
+    def __init__(self, project: str, run_id: str, folder: str, name: str, **options: Any) -> None:
         given = options.pop("settings", None) or {}
         if "api_key" in given:  # config.yaml, checkpoints and W&B would have it
             raise UserError("logger.wandb.settings.api_key: leave it out; run `wandb login`, or set WANDB_API_KEY")
@@ -54,9 +46,7 @@ class WandbLogger(lightning_strategies.WandbLogger):
             "x_transaction_log_flush_interval": 1.0,
             "init_timeout": float(os.environ.get("WANDB_INIT_TIMEOUT", _INIT_TIMEOUT)),
         }
-        super().__init__(
-            name, folder, run_id, project=project, log_model=log_model, settings=settings | given, **options
-        )
+        super().__init__(name, folder, run_id, project=project, settings=settings | given, **options)
         del self.init_options["anonymous"]  # wandb warns of it
 
     @property

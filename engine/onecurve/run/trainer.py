@@ -26,7 +26,7 @@ from onecurve.checkpoint.resumption import ExactResumption
 from onecurve.checkpoint.run_files import CHECKPOINTS
 from onecurve.checks.divergence import FiniteCheck
 from onecurve.checks.loss import DivisionCheck
-from onecurve.checks.replicas import BufferCheck, EqualWeights, GatheredWeightCheck, ReplicaCheck
+from onecurve.checks.replicas import BufferCheck, GatheredWeightCheck, ReplicaCheck
 from onecurve.checks.schedules import MonitorCheck, ScheduleCheck
 from onecurve.checks.unsaved_state import UnsavedStateCheck
 from onecurve.data.module_data import GivenLoaders, ModuleData
@@ -192,7 +192,6 @@ class Trainer(L.Trainer):
             # These end the run: a hung rank alone, or all ranks at the same step after a signal.
             Watchdog(folder, timeout),
             PreemptionHandler(folder),
-            *([EqualWeights()] if self._is_script else []),
             self._recorder,
             ExactResumption(),
             Attributes(),

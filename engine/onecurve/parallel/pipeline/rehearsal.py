@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from onecurve.errors import UserError
-from onecurve.network.module_state import set_mode, unchanged, without_log
+from onecurve.network.module_state import set_mode, without_log
+from onecurve.network.snapshot import unchanged
 from onecurve.parallel.batch_norm import grouped_norms
 from onecurve.parallel.gather import gather_objects
 from onecurve.parallel.pipeline.schedules import SCHEDULES
