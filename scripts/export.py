@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from onecurve.errors import UserError
-from onecurve.extras.trained import Predictor, load_run
 from onecurve.records.files import atomic_write
+from onecurve.run.trained import Predictor, load_run
 
 _SUFFIXES = {"torch": ".pt2", "onnx": ".onnx"}
 _TOLERANCE = 1e-4  # of a probability; other kernels round differently

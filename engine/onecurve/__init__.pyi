@@ -17,7 +17,7 @@ from .notebook import Result as Result
 from .notebook import compose as compose
 from .notebook import train as train
 from .targets import build as build
-from .extras.trained import load_run as load_run
+from .run.trained import load_run as load_run
 
 # Data: batches that no hardware changes
 from .data.batch import Batch as Batch

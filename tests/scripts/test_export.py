@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from onecurve import compose, load_run, train
-from onecurve.extras.trained import Predictor
+from onecurve.run.trained import Predictor
 from scripts.export import _check_output, export
 from tests.support.commands import TINY, error_line, run_here
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from onecurve.checkpoint.io import AtomicCheckpointIO, load_initial_weights, read_weights
 from onecurve.errors import UserError
-from onecurve.extras.trained import load_run
 from onecurve.run.experiment import assemble
+from onecurve.run.trained import load_run
 from tests.support.runs import compose, fit
 
 GAN = ["experiment=gan", "module.generator.width=4", "module.discriminator.width=4", "data.batch_size=32"]
