@@ -20,7 +20,7 @@ _SIMPLE = (*_NUMBERS, str, bytes, type(None), np.generic, list, tuple, dict, set
 # Objects of these, such as a trainer, a dataset or an optimizer, also of a user's subclass, have code of their own.
 _CLOSED = frozenset("lightning lightning_fabric numpy onecurve pytorch_lightning torch torchmetrics unittest".split())
 _MANY = 10_000  # a container with more elements holds data, which are not searched
-_MOST_BYTES = 2**30  # of the arrays and tensors of one object
+MOST_BYTES = 2**30  # of the arrays and tensors that are searched or copied
 
 
 def is_same(value: Any, before: Any) -> bool:
@@ -55,7 +55,7 @@ def leaves_of(value: Any) -> Iterator[Any]:
         elif isinstance(part, Tensor | np.ndarray) and not isinstance(part, nn.Parameter):
             is_state = part.dtype.kind in "biufc" if isinstance(part, np.ndarray) else is_dense(part)
             size += part.nbytes if is_state else 0
-            if is_state and size <= _MOST_BYTES:
+            if is_state and size <= MOST_BYTES:
                 yield part
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from onecurve.network.object_state import attributes_of, generator_state, is_dense, is_open, slots_of, walk
+from onecurve.network.object_state import MOST_BYTES, attributes_of, generator_state, is_dense, is_open, slots_of, walk
 from onecurve.network.tensors import to_local
 
 _Restore = Callable[[], None]
@@ -25,7 +25,7 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[_Restore]:
 
     Modules get their attributes back, buffers and weights; containers, plain objects and generators of random numbers
     that they hold get back what these held. Others may hold an object as well, so each keeps its identity. What cannot
-    be copied keeps its present state. Parts of a module that are not among `modules` are left alone.
+    be copied keeps its present state, as do data of more than a GiB. Parts of a module that are not among `modules` are left alone.
     """
     given = set(modules)
     left_out = {child for module in given for child in module.children()} - given
@@ -43,6 +43,8 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[_Restore]:
 
 def _restore_of(value: Any) -> _Restore | None:
     """Return a function that gives an object the state back that it has now, if it has some."""
+    if isinstance(value, Tensor | np.ndarray) and value.nbytes > MOST_BYTES and not isinstance(value, nn.Parameter):
+        return None  # data, of which a copy would fill the memory
     if isinstance(value, Tensor):
         return _restore_of_tensor(value)
     if type(value) is np.ndarray and value.flags.writeable:  # others may lie in a file

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from onecurve.errors import UserError
 from onecurve.extras.report.simulation import Action, order_of_passes
 from onecurve.parallel.pipeline.blocks import Block, ordered_blocks
 from onecurve.parallel.pipeline.pipeline import Pipeline
+from onecurve.parallel.pipeline.rehearsal import input_of_network
 from onecurve.parallel.pipeline.schedules import SCHEDULES
 from onecurve.parallel.pipeline.split import cut
 from onecurve.parallel.pipeline.stage import micro_batch
@@ -210,3 +212,18 @@ def test_batches_of_several_sizes_are_refused(bit_exact: bool, pool: Pool, folde
     message = r"the network was cut for micro-batches of shape \[\d, 32\], and gets \[\d, 32\]: .* batches of one size"
     with pytest.raises(RankFailed, match=message):
         pool.run(2, _fit_batches_of_two_sizes, folder, bit_exact)
+
+
+def test_an_attribute_that_a_hook_of_training_sets_is_named() -> None:
+    class Scaled(L.LightningModule):
+        scale: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(2, 2)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return self.net(batch * self.scale).sum()
+
+    with pytest.raises(UserError, match=r"Scaled.training_step before the hooks .* no attribute 'scale': give the"):
+        input_of_network(Scaled(), torch.ones(4, 2))

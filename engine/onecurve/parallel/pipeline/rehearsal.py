@@ -96,8 +96,14 @@ def input_of_network(module: Any, batch: Any, batch_idx: int = 0) -> Tensor:
     """Return what `training_step` gives the network for a batch, (n, ...)."""
     forward_raises = mock.patch.object(module.net, "forward", side_effect=_Called)
     outside = set(module.modules()).difference(module.net.modules())
-    with unchanged(outside), without_log(module), forward_raises as forward, suppress(_Called):
-        module.training_step(batch, batch_idx)  # before the hooks of training
+    try:
+        with unchanged(outside), without_log(module), forward_raises as forward, suppress(_Called):
+            module.training_step(batch, batch_idx)
+    except AttributeError as error:
+        raise UserError(
+            f"strategy=pipeline calls {type(module).__name__}.training_step before the hooks of training, to see what "
+            f"`net` gets, and there {error}: give the attribute a first value in __init__, or use strategy=ddp or fsdp"
+        ) from error
     found = [value for call in forward.call_args_list for value in (*call.args, *call.kwargs.values())]
     if len(found) != 1 or not isinstance(found[0], Tensor):
         raise UserError(
