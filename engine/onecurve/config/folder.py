@@ -1,6 +1,5 @@
-"""The folders of runs and of a sweep's jobs, which a continued run keeps, and the newest checkpoint in them."""
+"""The folders of runs, which a continued run keeps, and the newest checkpoint in them."""
 
-import itertools
 import os
 import secrets
 import shutil
@@ -12,7 +11,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from onecurve.checkpoint.run_files import CHECKPOINTS, LAST, PREVIOUS
-from onecurve.config.jobs import Job, identity, read_jobs
 from onecurve.errors import UserError
 from onecurve.process.launcher import started_rank
 from onecurve.records.files import CONFIG
@@ -124,30 +122,8 @@ def remove_partial_checkpoints(folder: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def job_folder(sweep: str, number: int, *, _root_: DictConfig) -> str:
-    """Return the name of a job's folder in the sweep's folder: the one of an earlier start, or a new one.
-
-    The overrides identify a job, so that a sweep can be continued with more jobs than before.
-    """
-    if started_rank() > 0:
-        return "."  # this rank receives rank zero's folder
-    overrides: Any = OmegaConf.to_container(_root_.hydra.overrides.task, resolve=False)  # as typed
-    for name, job in read_jobs(Path(sweep)):
-        if identity(job.overrides) == identity(overrides):
-            return name
-    for folder in (Path(sweep, str(free)) for free in itertools.count(int(number))):
-        try:
-            folder.mkdir(parents=True)  # if several jobs start at once, only one can make the folder
-        except FileExistsError:
-            continue
-        Job(overrides).write(folder)
-        return folder.name
-    raise AssertionError("some number is free")
-
-
 def register_resolvers() -> None:
     """Register the functions that conf/ calls. `use_cache` lets an interpolation keep its first value."""
     OmegaConf.register_new_resolver("unique_name", unique_name, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("project_path", project_path, replace=True)
     OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
-    OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)

@@ -45,7 +45,7 @@ def run_rank(cfg: DictConfig, rank: int, keep_trainer: Callable[[Any], None] | N
     `Trainer.fit` opens the process group, and this function closes it.
     """
     if cfg.doctor:
-        from onecurve.launch.all_reduce import measure_all_reduce
+        from onecurve.extras.doctor.all_reduce import measure_all_reduce
 
         return measure_all_reduce(cfg)
     from onecurve.run.experiment import run_experiment  # late: it imports Lightning, which a mere launcher never uses

@@ -15,8 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from hydra_plugins.optuna_sweeper import search_space
-from onecurve.config.folder import job_folder
-from onecurve.config.jobs import Job
+from onecurve.extras.jobs import Job, job_folder
 from onecurve.extras.sweeps.devices import _reserve_gpus
 from onecurve.extras.sweeps.table import report
 from onecurve.launch import workers
