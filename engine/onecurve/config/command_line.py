@@ -76,8 +76,7 @@ def _with_complete_path(word: str) -> str:
     `last` is the newest complete checkpoint, as for `RUN_DIR`. A path such as `runs/lr=0.5` gets quotation marks.
     """
     name, _, typed = word.partition("=")
-    path = _path(word)
-    if name in ("ckpt_path", "init_from") and path.name in ("last", "best"):
+    if name in ("ckpt_path", "init_from") and (path := _path(word)).name in ("last", "best"):
         run = _newest_run(word) if str(path) == path.name else path.parent.expanduser()
         if (run / CONFIG).is_file():
             return f"{name}={quote(run / CHECKPOINTS / 'best.ckpt' if path.name == 'best' else run)}"

@@ -108,14 +108,6 @@ def _recency_key(file: Path) -> tuple[bool, bool, int]:
     return file.name != LAST, file.name != PREVIOUS, -file.stat().st_mtime_ns
 
 
-def with_newest_checkpoint(cfg: DictConfig) -> DictConfig:
-    """Return the configuration with `ckpt_path` set to the newest checkpoint, for a restart after a failure."""
-    if cfg.fit and (newest := newest_checkpoint(Path(cfg.run_dir))):
-        cfg = cfg.copy()
-        cfg.ckpt_path = str(newest)
-    return cfg
-
-
 def remove_partial_checkpoints(folder: Path) -> None:
     """Delete the temporary files of a save that was killed. No process may be saving a checkpoint meanwhile."""
     for file in (folder / CHECKPOINTS).glob(".*.part"):

@@ -28,7 +28,7 @@ from onecurve.config.folder import (
 )
 from onecurve.errors import UserError, as_typed, nearest_options
 from onecurve.identity.option_kinds import flatten_config
-from onecurve.process.devices import resolve_devices
+from onecurve.process.rank import resolve_devices
 from onecurve.records.files import CONFIG
 from onecurve.targets import check_value, drop_replaced_options
 

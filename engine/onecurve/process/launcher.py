@@ -15,7 +15,7 @@ _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "
 def launcher() -> str | None:
     """Return `torchrun` or `srun`, if it has started this process as one of several ranks; otherwise None.
 
-    Local workers have `torchrun` too: torch's elastic launcher starts them (`onecurve/launch/workers.py`).
+    Local workers have `torchrun` too: torch's elastic launcher starts them (`onecurve/launch/start.py`).
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return "torchrun"

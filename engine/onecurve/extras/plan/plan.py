@@ -30,7 +30,7 @@ from onecurve.extras.plan.step import Estimate, Job
 from onecurve.extras.plan.strategies import OneDevice, Replicas, Shards
 from onecurve.parallel.compatibility import check_can_train
 from onecurve.parallel.pipeline.schedules import SCHEDULES
-from onecurve.process.devices import resolve_devices
+from onecurve.process.rank import resolve_devices
 from onecurve.process.signals import prepare_started_process
 from onecurve.run.experiment import assemble, on_one_process
 from onecurve.targets import build, build_strategy, check_options, check_value, drop_replaced_options, locate
