@@ -15,11 +15,13 @@ from onecurve.errors import UserError, suggest
 
 _OWN = ("onecurve.", "src.", "lightning.pytorch.trainer.")  # whose options a class of a project has
 _KINDS = {bool: "true or false", int: "an integer", float: "a number"}
-NOT_PASSED = "single_process"  # only the launcher reads this option of a strategy
+_NOT_PASSED = "single_process"  # only the launcher reads this option of a strategy
 
 
 def build(node: DictConfig, **changes: Any) -> Any:
     """Build the object that a configuration node describes; it receives plain lists and dictionaries.
+
+    A strategy is built without the option that only the launcher reads.
 
     Raises:
         UserError: if the constructor raised it, which Hydra's own exception would hide, or needs a package that is not
@@ -28,6 +30,8 @@ def build(node: DictConfig, **changes: Any) -> Any:
     from hydra.errors import InstantiationException  # late, because a script needs no Hydra
     from hydra.utils import instantiate
 
+    if _NOT_PASSED in node:
+        node = OmegaConf.masked_copy(node, [str(key) for key in node if key != _NOT_PASSED])
     try:
         return instantiate(node, _convert_="all", **changes)
     except InstantiationException as error:
@@ -38,11 +42,6 @@ def build(node: DictConfig, **changes: Any) -> Any:
             # No import failed: a class of Lightning found that an optional package is missing.
             raise UserError(f"{node._target_}: {cause}") from error
         raise
-
-
-def build_strategy(node: DictConfig) -> Any:
-    """Build a strategy, without the option that only the launcher reads."""
-    return build(OmegaConf.masked_copy(node, [str(key) for key in node if key != NOT_PASSED]))
 
 
 def check_options(cfg: DictConfig) -> None:
@@ -70,7 +69,7 @@ def _refused_options(node: Any, parameters: dict[str, inspect.Parameter]) -> lis
     """Return the options of a node that its class, which has these parameters, does not take."""
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return []
-    return [key for key in node if not key.startswith("_") and key != NOT_PASSED and key not in parameters]
+    return [key for key in node if not key.startswith("_") and key != _NOT_PASSED and key not in parameters]
 
 
 def _missing_options(node: dict[str, Any], parameters: dict[str, inspect.Parameter]) -> list[str]:

@@ -18,14 +18,9 @@ from onecurve.records.files import CONFIG
 RECIPES = ("experiment", "preset", "debug")  # the groups of conf/ whose files set options of other groups
 
 
-def _find_project() -> Path:
-    """Return the project's folder: the first of Python's path with conf/train.yaml, else one around this folder."""
-    around = [Path.cwd(), *Path.cwd().parents]
-    folders = [*(Path(entry).absolute() for entry in sys.path), *around]
-    return next((folder for folder in folders if (folder / "conf" / "train.yaml").is_file()), Path.cwd())
-
-
-PROJECT = _find_project()
+# The project's folder is the first of Python's path with conf/train.yaml, else one around the working directory.
+_FOLDERS = [*(Path(entry).absolute() for entry in sys.path), Path.cwd(), *Path.cwd().parents]
+PROJECT = next((folder for folder in _FOLDERS if (folder / "conf" / "train.yaml").is_file()), Path.cwd())
 CONF = PROJECT / "conf"
 
 
@@ -88,8 +83,12 @@ def saved_config(folder: Path) -> Any:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint in a run folder, if any; warn of each corrupt one."""
-    for file in sorted((folder / CHECKPOINTS).glob("*.ckpt"), key=_recency_key):
+    """Return the newest complete checkpoint in a run folder, if any; warn of each corrupt one.
+
+    The names come before the modification time, because copying a folder may reset the time.
+    """
+    files = (folder / CHECKPOINTS).glob("*.ckpt")
+    for file in sorted(files, key=lambda file: (file.name != LAST, file.name != PREVIOUS, -file.stat().st_mtime_ns)):
         from onecurve.checkpoint.io import check_is_complete  # late, since it imports Lightning
 
         try:
@@ -98,14 +97,6 @@ def newest_checkpoint(folder: Path) -> Path | None:
         except UserError as error:
             print(f"warning: {error}; looking for the one before it", file=sys.stderr)
     return None
-
-
-def _recency_key(file: Path) -> tuple[bool, bool, int]:
-    """Return the sort key that puts the newest checkpoint first.
-
-    The names come before the modification time, because copying a folder may reset the time.
-    """
-    return file.name != LAST, file.name != PREVIOUS, -file.stat().st_mtime_ns
 
 
 def remove_partial_checkpoints(folder: Path) -> None:
