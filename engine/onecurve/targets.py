@@ -121,7 +121,20 @@ def target_nodes(node: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any
 
 def locate(option: str, target: str) -> Callable[..., Any]:
     """Import the class or function `target`, which the configuration gives as `option`."""
-    found, names = _import_module_of(option, target)
+    parts = target.split(".")
+    if not all(part.isidentifier() for part in parts):
+        raise UserError(f"{option}={target}: give a class or a function, as MODULE.NAME")
+    names: list[str] = []  # those that are left behind the module
+    found: Any = None
+    while not found:
+        module = ".".join(parts)
+        try:
+            found = importlib.import_module(module)
+        except ImportError as error:
+            is_no_module = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+            if not is_no_module or len(parts) == 1:
+                raise UserError(f"{option}={target}: {' '.join(str(error).split())}") from error
+            names.insert(0, parts.pop())
     for name in names:
         if not hasattr(found, name):
             raise UserError(f"{option}={target}: {found.__name__} has no {name}; {suggest(name, _names_in(found))}")
@@ -137,22 +150,6 @@ def _names_in(found: Any) -> list[str]:
     module = getattr(found, "__module__", found.__name__)
     of_package = [part.name for part in pkgutil.iter_modules(vars(found).get("__path__", ()))]
     return [*of_package, *(name for name, origin in origins.items() if origin.startswith(module))]
-
-
-def _import_module_of(option: str, target: str) -> tuple[Any, list[str]]:
-    """Import the module with which a dotted name begins; return it and the rest of the name."""
-    if not all(part.isidentifier() for part in target.split(".")):
-        raise UserError(f"{option}={target}: give a class or a function, as MODULE.NAME")
-    module, names = target, list[str]()
-    while True:
-        try:
-            return importlib.import_module(module), names
-        except ImportError as error:
-            is_no_module = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
-            if not is_no_module or "." not in module:
-                raise UserError(f"{option}={target}: {' '.join(str(error).split())}") from error
-        module, _, name = module.rpartition(".")
-        names.insert(0, name)
 
 
 def parameters_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
