@@ -17,11 +17,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from onecurve.checkpoint.run_files import checkpoint_file
-from onecurve.config.folder import newest_checkpoint
 from onecurve.errors import UserError
-from onecurve.launch.outcome import RankFailedError, fold_frames, record_restart
 from onecurve.process import signals
-from onecurve.records.events import append_event, logged_steps, read_events
 from onecurve.targets import build
 
 _PROBE_TIMEOUT = 90.0  # seconds; a probe may import torch from a slow disk
@@ -108,56 +105,6 @@ class DevicePolicy:
         except UserError:
             return False
         return True
-
-
-def first_start(cfg: DictConfig) -> tuple[DevicePolicy, DictConfig]:
-    """Return the policy of a run, and its configuration without the devices that are unusable now, if it is elastic."""
-    devices = cfg.trainer.devices
-    policy = DevicePolicy([*range(devices)] if isinstance(devices, int) else [*devices], cfg)
-    if cfg.launch.elastic and (reason := policy.after_probe(unusable_devices(cfg, policy.devices))):
-        if read_events(cfg.run_dir):  # of a launcher that has died
-            append_event(cfg.run_dir, "restart", logged_steps(cfg.run_dir), reason)
-        cfg = _with_devices_of(policy, cfg, reason)
-    return policy, cfg
-
-
-def next_start(cfg: DictConfig, policy: DevicePolicy, end: RankFailedError | signals.Stopped) -> DictConfig:
-    """Return the configuration of the next start, from the newest checkpoint; raise the error if there is none."""
-    if isinstance(end, signals.Stopped) and end.number != signals.RESIZE:
-        raise end
-    if isinstance(end, RankFailedError) and cfg.launch.max_restarts <= 0:
-        raise end
-    unusable = unusable_devices(cfg, policy.devices) if cfg.launch.elastic else set()
-    if isinstance(end, RankFailedError):
-        dead_rank = end.dead_rank if cfg.launch.elastic else None
-        reason = policy.after_failure(dead_rank, time_of_last_save(cfg.run_dir), unusable)
-        if policy.restarts_left < 0:
-            raise end
-        print(fold_frames(str(end)), file=sys.stderr)
-    else:
-        reason = policy.after_probe(unusable)
-    record_restart(cfg.run_dir, end, reason)
-    if reason:
-        cfg = _with_devices_of(policy, cfg, reason)
-    elif cfg.launch.elastic and "OutOfMemoryError" in str(end).partition("\n")[0]:
-        starts = [event for event in read_events(cfg.run_dir) if "normalizes" in event]
-        cfg = with_smaller_micro_batches(cfg, not starts or starts[-1]["normalizes"])
-        print(f"restarting with trainer.accumulate_grad_batches={cfg.trainer.accumulate_grad_batches}", file=sys.stderr)
-    else:
-        print(f"restarting; {policy.restarts_left} restarts left after this one", file=sys.stderr)
-    if cfg.fit and (newest := newest_checkpoint(Path(cfg.run_dir))):
-        cfg.ckpt_path = str(newest)
-    return cfg
-
-
-def _with_devices_of(policy: DevicePolicy, cfg: DictConfig, reason: str) -> DictConfig:
-    print(f"{reason}; going on with {len(policy.used)} of {len(policy.devices)} devices", file=sys.stderr)
-    cfg = with_devices(cfg, policy.used)
-    if cfg.runtime.chooses_strategy:
-        from onecurve.extras.plan.plan import choose_again  # late, because it imports Lightning
-
-        choose_again(cfg)
-    return cfg
 
 
 def with_devices(cfg: DictConfig, devices: list[int]) -> DictConfig:

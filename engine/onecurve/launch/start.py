@@ -25,11 +25,19 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from onecurve.checkpoint.run_files import stop_message
+from onecurve.config.folder import newest_checkpoint
 from onecurve.config.resolve import device_count, resolve_config, runs_in_single_process
 from onecurve.errors import UserError
+from onecurve.launch import restarts
 from onecurve.launch.external import connect_ranks, plan_strategy, share_config
-from onecurve.launch.outcome import RankFailedError, exit_rank, first_failure, recorded_command
-from onecurve.launch.restarts import first_start, next_start, watch_for_devices
+from onecurve.launch.outcome import (
+    RankFailedError,
+    exit_rank,
+    first_failure,
+    fold_frames,
+    record_restart,
+    recorded_command,
+)
 from onecurve.process import signals
 from onecurve.process.fork_server import end_as_interpreter, start_fork_server
 from onecurve.process.launcher import check_tasks_are_started, forget_launcher, launcher, take_environment
@@ -42,6 +50,7 @@ from onecurve.process.rank import (
     process_group_closed,
     usable_cores,
 )
+from onecurve.records.events import append_event, logged_steps, read_events
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
@@ -127,7 +136,7 @@ def run_rank(cfg: DictConfig, rank: int, keep_trainer: Callable[[Any], None] | N
 
 
 def launch_workers(cfg: DictConfig) -> dict[str, float]:
-    """Run all ranks, and restart them after failures (`next_start`, by the options `launch.*`).
+    """Run all ranks, and restart them after failures (`_next_start`, by the options `launch.*`).
 
     Returns:
         rank zero's metrics.
@@ -139,19 +148,63 @@ def launch_workers(cfg: DictConfig) -> dict[str, float]:
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    policy, cfg = first_start(cfg)
+    devices = cfg.trainer.devices
+    policy = restarts.DevicePolicy([*range(devices)] if isinstance(devices, int) else [*devices], cfg)
+    if cfg.launch.elastic and (reason := policy.after_probe(restarts.unusable_devices(cfg, policy.devices))):
+        if read_events(cfg.run_dir):  # of a launcher that has died
+            append_event(cfg.run_dir, "restart", logged_steps(cfg.run_dir), reason)
+        cfg = _with_devices_of(policy, cfg, reason)
     with signals.forward_to_workers():
         while True:
             processes = 1 if runs_in_single_process(cfg) else len(policy.used)
             try:
-                with watch_for_devices(cfg, policy):
+                with restarts.watch_for_devices(cfg, policy):
                     return _run_group(cfg, processes)
             except SignalException:  # a second signal
                 raise _stopped(cfg) from None
             except (RankFailedError, signals.Stopped) as end:
-                cfg = next_start(cfg, policy, end)
+                cfg = _next_start(cfg, policy, end)
             if signals.requested():
                 raise _stopped(cfg)
+
+
+def _next_start(cfg: DictConfig, policy: restarts.DevicePolicy, end: RankFailedError | signals.Stopped) -> DictConfig:
+    """Return the configuration of the next start, from the newest checkpoint; raise the error if there is none."""
+    if isinstance(end, signals.Stopped) and end.number != signals.RESIZE:
+        raise end
+    if isinstance(end, RankFailedError) and cfg.launch.max_restarts <= 0:
+        raise end
+    unusable = restarts.unusable_devices(cfg, policy.devices) if cfg.launch.elastic else set()
+    if isinstance(end, RankFailedError):
+        dead_rank = end.dead_rank if cfg.launch.elastic else None
+        reason = policy.after_failure(dead_rank, restarts.time_of_last_save(cfg.run_dir), unusable)
+        if policy.restarts_left < 0:
+            raise end
+        print(fold_frames(str(end)), file=sys.stderr)
+    else:
+        reason = policy.after_probe(unusable)
+    record_restart(cfg.run_dir, end, reason)
+    if reason:
+        cfg = _with_devices_of(policy, cfg, reason)
+    elif cfg.launch.elastic and "OutOfMemoryError" in str(end).partition("\n")[0]:
+        starts = [event for event in read_events(cfg.run_dir) if "normalizes" in event]
+        cfg = restarts.with_smaller_micro_batches(cfg, not starts or starts[-1]["normalizes"])
+        print(f"restarting with trainer.accumulate_grad_batches={cfg.trainer.accumulate_grad_batches}", file=sys.stderr)
+    else:
+        print(f"restarting; {policy.restarts_left} restarts left after this one", file=sys.stderr)
+    if cfg.fit and (newest := newest_checkpoint(Path(cfg.run_dir))):
+        cfg.ckpt_path = str(newest)
+    return cfg
+
+
+def _with_devices_of(policy: restarts.DevicePolicy, cfg: DictConfig, reason: str) -> DictConfig:
+    print(f"{reason}; going on with {len(policy.used)} of {len(policy.devices)} devices", file=sys.stderr)
+    cfg = restarts.with_devices(cfg, policy.used)
+    if cfg.runtime.chooses_strategy:
+        from onecurve.extras.plan.plan import choose_again  # late, because it imports Lightning
+
+        choose_again(cfg)
+    return cfg
 
 
 def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
