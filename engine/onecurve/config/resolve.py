@@ -229,8 +229,10 @@ def runs_in_single_process(cfg: DictConfig) -> bool:
 def _set_runtime(cfg: DictConfig, hydra_cfg: Any) -> None:
     """Set the values of `runtime`, and draw the seed if there is none."""
     runtime, folder = cfg.runtime, Path(cfg.run_dir)
-    earlier = folder_of(Path(cfg.ckpt_path) if cfg.ckpt_path else checkpoint_file(folder))
-    saved = saved_config(earlier) if earlier else None  # of the run that is continued or evaluated
+    earlier = folder if (folder / CONFIG).is_file() else None  # the run that is continued or evaluated
+    if cfg.ckpt_path:
+        earlier = folder_of(Path(cfg.ckpt_path))
+    saved = saved_config(earlier) if earlier else None
     runtime.run_id, runtime.sweep_id = run_and_sweep_id(folder, is_sweep=hydra_cfg.mode == RunMode.MULTIRUN)
     left_out = _NOT_INHERITED if cfg.seed is not None else [*_NOT_INHERITED, "seed"]
     overrides = [word for word in hydra_cfg.overrides.task if word.partition("=")[0] not in left_out]
