@@ -187,6 +187,8 @@ def _module_and_its_imports(module: str) -> set[str]:
 
 def _file(name: str) -> str:
     """Return the path of a module's source, also of one that a function imports later; "" if it is no module."""
+    if name in sys.modules:
+        return getattr(sys.modules[name], "__file__", None) or ""
     with suppress(ImportError, ValueError):
         return getattr(find_spec(name), "origin", None) or ""
     return ""
