@@ -10,8 +10,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from onecurve.config.jobs import is_sweep
 from onecurve.errors import UserError
+from onecurve.extras.jobs import is_sweep
 from onecurve.extras.report import write_page_of
 
 

@@ -58,7 +58,7 @@ LAYERS = [  # of engine/onecurve, from the top down: each imports from those bel
     "patches",  # private names of other libraries
     "errors",
 ]
-EXTRAS = ["doctor", "sweeps", "plan", "report"]  # of the folder `extras`, likewise
+EXTRAS = ["doctor", "sweeps", "plan", "report", "jobs"]  # of the folder `extras`, likewise
 
 
 def _module(file: Path) -> str:
@@ -107,7 +107,7 @@ def test_few_places_load_what_a_run_can_do_without() -> None:
     core = [file for file in ENGINE.rglob("*.py") if "extras" not in file.parts]
     loading = {_module(file) for file in core if any(name.startswith("onecurve.extras.") for name in _imports(file))}
     assert loading == {
-        f"onecurve.{name}" for name in ("application", "launch.external", "launch.outcome", "launch.workers")
+        f"onecurve.{name}" for name in ("application", "launch.external", "launch.outcome", "launch.start")
     }
 
 

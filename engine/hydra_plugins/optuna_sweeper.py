@@ -20,8 +20,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from onecurve.config.command_line import quote
-from onecurve.config.jobs import Job
 from onecurve.errors import UserError
+from onecurve.extras.jobs import Job
 
 if TYPE_CHECKING:
     import optuna

@@ -15,11 +15,13 @@ from onecurve.errors import UserError, suggest
 
 _OWN = ("onecurve.", "src.", "lightning.pytorch.trainer.")  # whose options a class of a project has
 _KINDS = {bool: "true or false", int: "an integer", float: "a number"}
-NOT_PASSED = "single_process"  # only the launcher reads this option of a strategy
+_NOT_PASSED = "single_process"  # only the launcher reads this option of a strategy
 
 
 def build(node: DictConfig, **changes: Any) -> Any:
     """Build the object that a configuration node describes; it receives plain lists and dictionaries.
+
+    A strategy is built without the option that only the launcher reads.
 
     Raises:
         UserError: if the constructor raised it, which Hydra's own exception would hide, or needs a package that is not
@@ -28,6 +30,8 @@ def build(node: DictConfig, **changes: Any) -> Any:
     from hydra.errors import InstantiationException  # late, because a script needs no Hydra
     from hydra.utils import instantiate
 
+    if _NOT_PASSED in node:
+        node = OmegaConf.masked_copy(node, [str(key) for key in node if key != _NOT_PASSED])
     try:
         return instantiate(node, _convert_="all", **changes)
     except InstantiationException as error:
@@ -38,11 +42,6 @@ def build(node: DictConfig, **changes: Any) -> Any:
             # No import failed: a class of Lightning found that an optional package is missing.
             raise UserError(f"{node._target_}: {cause}") from error
         raise
-
-
-def build_strategy(node: DictConfig) -> Any:
-    """Build a strategy, without the option that only the launcher reads."""
-    return build(OmegaConf.masked_copy(node, [str(key) for key in node if key != NOT_PASSED]))
 
 
 def check_options(cfg: DictConfig) -> None:
@@ -70,7 +69,7 @@ def _refused_options(node: Any, parameters: dict[str, inspect.Parameter]) -> lis
     """Return the options of a node that its class, which has these parameters, does not take."""
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return []
-    return [key for key in node if not key.startswith("_") and key != NOT_PASSED and key not in parameters]
+    return [key for key in node if not key.startswith("_") and key != _NOT_PASSED and key not in parameters]
 
 
 def _missing_options(node: dict[str, Any], parameters: dict[str, inspect.Parameter]) -> list[str]:
@@ -122,7 +121,20 @@ def target_nodes(node: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any
 
 def locate(option: str, target: str) -> Callable[..., Any]:
     """Import the class or function `target`, which the configuration gives as `option`."""
-    found, names = _import_module_of(option, target)
+    parts = target.split(".")
+    if not all(part.isidentifier() for part in parts):
+        raise UserError(f"{option}={target}: give a class or a function, as MODULE.NAME")
+    names: list[str] = []  # those that are left behind the module
+    found: Any = None
+    while not found:
+        module = ".".join(parts)
+        try:
+            found = importlib.import_module(module)
+        except ImportError as error:
+            is_no_module = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+            if not is_no_module or len(parts) == 1:
+                raise UserError(f"{option}={target}: {' '.join(str(error).split())}") from error
+            names.insert(0, parts.pop())
     for name in names:
         if not hasattr(found, name):
             raise UserError(f"{option}={target}: {found.__name__} has no {name}; {suggest(name, _names_in(found))}")
@@ -138,22 +150,6 @@ def _names_in(found: Any) -> list[str]:
     module = getattr(found, "__module__", found.__name__)
     of_package = [part.name for part in pkgutil.iter_modules(vars(found).get("__path__", ()))]
     return [*of_package, *(name for name, origin in origins.items() if origin.startswith(module))]
-
-
-def _import_module_of(option: str, target: str) -> tuple[Any, list[str]]:
-    """Import the module with which a dotted name begins; return it and the rest of the name."""
-    if not all(part.isidentifier() for part in target.split(".")):
-        raise UserError(f"{option}={target}: give a class or a function, as MODULE.NAME")
-    module, names = target, list[str]()
-    while True:
-        try:
-            return importlib.import_module(module), names
-        except ImportError as error:
-            is_no_module = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
-            if not is_no_module or "." not in module:
-                raise UserError(f"{option}={target}: {' '.join(str(error).split())}") from error
-        module, _, name = module.rpartition(".")
-        names.insert(0, name)
 
 
 def parameters_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -147,7 +147,7 @@ def test_torch_writes_checksums() -> None:
 
 @pytest.mark.parametrize("listed", ["", "SIGTERM"])
 def test_elastic_handles_only_listed_signals(listed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """engine/onecurve/launch/workers.py lists none."""
+    """engine/onecurve/launch/start.py lists none."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", listed)
     context: Any = SimpleNamespace(_start=lambda: None, _tail_logs=[])

@@ -1,62 +1,34 @@
-"""Run the Hydra application: complete its command line, and report an error as one line with a solution.
+"""Complete the command line of a Hydra application, and explain Hydra's errors in one line with a solution.
 
 The short forms on the command line are `ckpt_path=best`, and `ckpt_path=RUN_DIR` and `sweep=FOLDER`, which restore
 saved overrides.
 """
 
 import logging
-import os
 import re
-import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import hydra
 import yaml
-from dotenv import load_dotenv
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from onecurve.checkpoint.run_files import CHECKPOINTS
-from onecurve.config.folder import CONF, PROJECT, RECIPES, folder_of, project_path, saved_config
+from onecurve.config.folder import CONF, PROJECT, RECIPES, folder_of, saved_config
 from onecurve.errors import UserError, nearest_options, suggest
 from onecurve.identity.option_kinds import flatten_config
-from onecurve.process.launcher import forget_other_ranks, started_rank
+from onecurve.process.launcher import started_rank
 from onecurve.records.files import CONFIG
 
-_FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own variable: with 1, every error keeps its traceback
 # torch warns on macOS, in each process, that it does not redirect output, which nothing here asks for.
 logging.getLogger("torch.distributed.elastic.multiprocessing.redirects").setLevel(logging.ERROR)
 _PATHS = ("ckpt_path", "init_from", "run_dir", "predict", "sweep", "data.root")
 _SWEEP = "multirun.yaml"  # the configuration of a sweep, which Hydra saves in the sweep's folder
-TRACEBACK_WANTED = os.environ.get(_FULL_ERROR) == "1"
-
-
-def run_application(main: Callable[[], None]) -> int:
-    """Run a Hydra application and return the process's exit code."""
-    load_dotenv(PROJECT / ".env")
-    forget_other_ranks()
-    before = os.environ.get(_FULL_ERROR, "")
-    os.environ[_FULL_ERROR] = "1"  # makes Hydra raise every exception, so that this function can handle it
-    try:
-        sys.argv = [sys.argv[0], *complete_overrides(sys.argv[1:])]
-        with errors_explained(sys.argv[1:]):
-            main()
-    except UserError as error:
-        if TRACEBACK_WANTED:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("stopped by SIGINT", file=sys.stderr)
-        return 128 + signal.SIGINT
-    finally:
-        os.environ[_FULL_ERROR] = before
-    return 0
 
 
 def complete_overrides(words: Sequence[str]) -> list[str]:
@@ -72,8 +44,7 @@ def complete_overrides(words: Sequence[str]) -> list[str]:
             raise UserError(f"{word}: give one of {', '.join(names)}, or ~{group} to leave it out")
         if group in _PATHS and "=" in word and not choice.strip("'\""):
             raise UserError(f"{word} is empty: give a path, or leave the option out")
-    words = [_with_quoted_path(word) for word in words]
-    words = [_with_found_run(word) if word.startswith(("ckpt_path=", "init_from=")) else word for word in words]
+    words = [_with_complete_path(word) for word in words]
     for index, word in enumerate(words):
         if word.startswith("ckpt_path=") and (folder := folder_of(_path(word))):
             _check_goes_on_in_its_folder(words, folder)
@@ -98,32 +69,24 @@ def _check_goes_on_in_its_folder(words: Sequence[str], folder: Path) -> None:
             )
 
 
-def _with_quoted_path(word: str) -> str:
-    """Return the override of a path with quotation marks, if Hydra would need them: `ckpt_path=runs/lr=0.5`."""
-    name, _, path = word.partition("=")
-    needs_quotes = name.lstrip("+") in _PATHS and "=" in path and not path.startswith(("'", '"'))
-    return f"{name}={quote(path)}" if needs_quotes else word
+def _with_complete_path(word: str) -> str:
+    """Return the override of a path as Hydra needs it.
 
-
-def _with_found_run(word: str) -> str:
-    """Return `ckpt_path=` or `init_from=` with the path of the checkpoint in the place of `last` or `best`.
-
-    `RUN_DIR/best` is the best checkpoint of a run, and `best` that of the newest run in the project's runs/. `last` is
-    the newest complete checkpoint, as for `RUN_DIR`.
+    `RUN_DIR/best` becomes the best checkpoint of a run, and `best` that of the newest run in the project's runs/.
+    `last` is the newest complete checkpoint, as for `RUN_DIR`. A path such as `runs/lr=0.5` gets quotation marks.
     """
-    path = _path(word)
-    if path.name not in ("last", "best"):
-        return word
-    run = _newest_run(word) if str(path) == path.name else path.parent.expanduser()
-    if not (run / CONFIG).is_file():
-        return word
-    checkpoint = run / CHECKPOINTS / "best.ckpt" if path.name == "best" else run
-    return f"{word.partition('=')[0]}={quote(checkpoint)}"
+    name, _, typed = word.partition("=")
+    if name in ("ckpt_path", "init_from") and (path := _path(word)).name in ("last", "best"):
+        run = _newest_run(word) if str(path) == path.name else path.parent.expanduser()
+        if (run / CONFIG).is_file():
+            return f"{name}={quote(run / CHECKPOINTS / 'best.ckpt' if path.name == 'best' else run)}"
+    needs_quotes = name.lstrip("+") in _PATHS and "=" in typed and not typed.startswith(("'", '"'))
+    return f"{name}={quote(typed)}" if needs_quotes else word
 
 
 def _newest_run(word: str) -> Path:
     """Return the folder of the run, or of the job of a sweep, that was started last and has a checkpoint."""
-    runs = Path(project_path("runs"))
+    runs = PROJECT / "runs"
     configs = [*runs.glob(f"*/{CONFIG}"), *runs.glob(f"*/*/{CONFIG}")]
     started = [file for file in configs if any((file.parent / CHECKPOINTS).glob("*.ckpt"))]
     if not started:

@@ -1,6 +1,5 @@
-"""The folders of runs and of a sweep's jobs, which a continued run keeps, and the newest checkpoint in them."""
+"""The folders of runs, which a continued run keeps, and the newest checkpoint in them."""
 
-import itertools
 import os
 import secrets
 import shutil
@@ -12,7 +11,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from onecurve.checkpoint.run_files import CHECKPOINTS, LAST, PREVIOUS
-from onecurve.config.jobs import Job, identity, read_jobs
 from onecurve.errors import UserError
 from onecurve.process.launcher import started_rank
 from onecurve.records.files import CONFIG
@@ -20,14 +18,9 @@ from onecurve.records.files import CONFIG
 RECIPES = ("experiment", "preset", "debug")  # the groups of conf/ whose files set options of other groups
 
 
-def _find_project() -> Path:
-    """Return the project's folder: the first of Python's path with conf/train.yaml, else one around this folder."""
-    around = [Path.cwd(), *Path.cwd().parents]
-    folders = [*(Path(entry).absolute() for entry in sys.path), *around]
-    return next((folder for folder in folders if (folder / "conf" / "train.yaml").is_file()), Path.cwd())
-
-
-PROJECT = _find_project()
+# The project's folder is the first of Python's path with conf/train.yaml, else one around the working directory.
+_FOLDERS = [*(Path(entry).absolute() for entry in sys.path), Path.cwd(), *Path.cwd().parents]
+PROJECT = next((folder for folder in _FOLDERS if (folder / "conf" / "train.yaml").is_file()), Path.cwd())
 CONF = PROJECT / "conf"
 
 
@@ -90,8 +83,12 @@ def saved_config(folder: Path) -> Any:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint in a run folder, if any; warn of each corrupt one."""
-    for file in sorted((folder / CHECKPOINTS).glob("*.ckpt"), key=_recency_key):
+    """Return the newest complete checkpoint in a run folder, if any; warn of each corrupt one.
+
+    The names come before the modification time, because copying a folder may reset the time.
+    """
+    files = (folder / CHECKPOINTS).glob("*.ckpt")
+    for file in sorted(files, key=lambda file: (file.name != LAST, file.name != PREVIOUS, -file.stat().st_mtime_ns)):
         from onecurve.checkpoint.io import check_is_complete  # late, since it imports Lightning
 
         try:
@@ -102,47 +99,10 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def _recency_key(file: Path) -> tuple[bool, bool, int]:
-    """Return the sort key that puts the newest checkpoint first.
-
-    The names come before the modification time, because copying a folder may reset the time.
-    """
-    return file.name != LAST, file.name != PREVIOUS, -file.stat().st_mtime_ns
-
-
-def with_newest_checkpoint(cfg: DictConfig) -> DictConfig:
-    """Return the configuration with `ckpt_path` set to the newest checkpoint, for a restart after a failure."""
-    if cfg.fit and (newest := newest_checkpoint(Path(cfg.run_dir))):
-        cfg = cfg.copy()
-        cfg.ckpt_path = str(newest)
-    return cfg
-
-
 def remove_partial_checkpoints(folder: Path) -> None:
     """Delete the temporary files of a save that was killed. No process may be saving a checkpoint meanwhile."""
     for file in (folder / CHECKPOINTS).glob(".*.part"):
         file.unlink(missing_ok=True)
-
-
-def job_folder(sweep: str, number: int, *, _root_: DictConfig) -> str:
-    """Return the name of a job's folder in the sweep's folder: the one of an earlier start, or a new one.
-
-    The overrides identify a job, so that a sweep can be continued with more jobs than before.
-    """
-    if started_rank() > 0:
-        return "."  # this rank receives rank zero's folder
-    overrides: Any = OmegaConf.to_container(_root_.hydra.overrides.task, resolve=False)  # as typed
-    for name, job in read_jobs(Path(sweep)):
-        if identity(job.overrides) == identity(overrides):
-            return name
-    for folder in (Path(sweep, str(free)) for free in itertools.count(int(number))):
-        try:
-            folder.mkdir(parents=True)  # if several jobs start at once, only one can make the folder
-        except FileExistsError:
-            continue
-        Job(overrides).write(folder)
-        return folder.name
-    raise AssertionError("some number is free")
 
 
 def register_resolvers() -> None:
@@ -150,4 +110,3 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("unique_name", unique_name, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("project_path", project_path, replace=True)
     OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
-    OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)

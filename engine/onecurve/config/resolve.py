@@ -28,7 +28,7 @@ from onecurve.config.folder import (
 )
 from onecurve.errors import UserError, as_typed, nearest_options
 from onecurve.identity.option_kinds import flatten_config
-from onecurve.process.devices import resolve_devices
+from onecurve.process.rank import resolve_devices
 from onecurve.records.files import CONFIG
 from onecurve.targets import check_value, drop_replaced_options
 
@@ -36,6 +36,8 @@ BEST = "best"  # the choice of `strategy` that a plan replaces
 _GIT_TIMEOUT = 5.0  # seconds
 # A continued run does not inherit these options.
 _NOT_INHERITED = ["ckpt_path", "resume", "fit", "predict", "run_dir"]
+_KINDS = {"fit": bool, "doctor": bool, "report": bool, "seed": int}
+_KINDS |= {"launch.max_restarts": int, "launch.elastic": bool, "launch.min_devices": int}
 
 
 def resolve_config(cfg: DictConfig, plan_strategy: Callable[[DictConfig], None] | None = None) -> DictConfig:
@@ -51,8 +53,8 @@ def resolve_config(cfg: DictConfig, plan_strategy: Callable[[DictConfig], None] 
     """
     hydra_cfg = HydraConfig.get()
     folder = Path(hydra_cfg.runtime.output_dir)
-    for name, kind in {"fit": bool, "doctor": bool, "report": bool, "seed": int}.items():
-        check_value(name, cfg[name], kind)
+    for name, kind in _KINDS.items():
+        check_value(name, OmegaConf.select(cfg, name), kind)
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
@@ -126,8 +128,6 @@ def _warn_of_unused_options(cfg: DictConfig, overrides: Sequence[str]) -> None:
 def _check_launch(cfg: DictConfig) -> None:
     """Check the options of restarts, and set those that depend on others; the devices are resolved."""
     launch, size = cfg.launch, device_count(cfg.trainer) * cfg.trainer.num_nodes
-    for name, kind in {"max_restarts": int, "elastic": bool, "min_devices": int}.items():
-        check_value(f"launch.{name}", launch[name], kind)
     if launch.max_restarts is None:
         launch.max_restarts = 3 if launch.elastic else 0
     if size < launch.min_devices:
@@ -229,16 +229,18 @@ def runs_in_single_process(cfg: DictConfig) -> bool:
 def _set_runtime(cfg: DictConfig, hydra_cfg: Any) -> None:
     """Set the values of `runtime`, and draw the seed if there is none."""
     runtime, folder = cfg.runtime, Path(cfg.run_dir)
+    earlier = folder if (folder / CONFIG).is_file() else None  # the run that is continued or evaluated
+    if cfg.ckpt_path:
+        earlier = folder_of(Path(cfg.ckpt_path))
+    saved = saved_config(earlier) if earlier else None
     runtime.run_id, runtime.sweep_id = run_and_sweep_id(folder, is_sweep=hydra_cfg.mode == RunMode.MULTIRUN)
     left_out = _NOT_INHERITED if cfg.seed is not None else [*_NOT_INHERITED, "seed"]
     overrides = [word for word in hydra_cfg.overrides.task if word.partition("=")[0] not in left_out]
     if cfg.seed is None:
-        cfg.seed = _saved_or_drawn_seed(cfg.ckpt_path, folder)
+        cfg.seed = saved.seed if saved else secrets.randbits(31)
         overrides.append(f"seed={cfg.seed}")
     runtime.overrides, runtime.changes = overrides, _changed_options(overrides)
-    # An evaluation joins the group of its run.
-    evaluated = folder_of(Path(cfg.ckpt_path)) if cfg.ckpt_path and not cfg.fit else None
-    grouped = saved_config(evaluated).runtime if evaluated else runtime
+    grouped = saved.runtime if saved and not cfg.fit else runtime  # an evaluation joins the group of its run
     runtime.group = str(grouped.sweep_id or grouped.run_id)
     runtime.job_type = "train" if cfg.fit else "predict" if cfg.predict else "eval"
     runtime.command = ["python", "train.py", *hydra_cfg.overrides.task]
@@ -290,12 +292,6 @@ def run_and_sweep_id(folder: Path, is_sweep: bool) -> tuple[str, str | None]:
     sweep_id = folder.parent.name if is_sweep else None
     name = f"{sweep_id}-{folder.name}" if is_sweep else folder.name
     return f"{name}-{secrets.token_hex(3)}", sweep_id
-
-
-def _saved_or_drawn_seed(ckpt_path: str | None, folder: Path) -> int:
-    """Return the seed of the run that is continued or evaluated, or a random one."""
-    run = folder_of(Path(ckpt_path)) if ckpt_path else folder
-    return saved_config(run).seed if run and (run / CONFIG).is_file() else secrets.randbits(31)
 
 
 def source_revision() -> tuple[str | None, bool]:

@@ -58,12 +58,7 @@ def share_config(store: dist.Store, rank: int, world_size: int, cfg: DictConfig)
     if rank == 0:
         result: DictConfig | UserError
         try:
-            _wait_for_ranks(store, world_size)
-            _check_same_options([store.get(f"composed/{other}") for other in range(world_size)])
-            if cfg.launch.elastic is True:
-                _take_started_world(cfg, world_size)
-            result = resolve_config(cfg, plan_strategy)
-            _check_world_size(result, world_size)
+            result = _resolve(store, world_size, cfg)
         except Exception as error:  # any, or the other ranks would wait
             failure = error
             result = error if isinstance(error, UserError) else UserError(f"rank 0 failed: {error}")
@@ -80,6 +75,27 @@ def share_config(store: dist.Store, rank: int, world_size: int, cfg: DictConfig)
     if isinstance(result, UserError):
         raise result
     return result
+
+
+def _resolve(store: dist.Store, world_size: int, cfg: DictConfig) -> DictConfig:
+    """Return the resolved configuration, once all ranks have sent the same composed one."""
+    _wait_for_ranks(store, world_size)
+    _check_same_options([store.get(f"composed/{rank}") for rank in range(world_size)])
+    if cfg.launch.elastic is True:  # torchrun or SLURM may have given this start other devices and nodes
+        nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ["SLURM_NNODES"])
+        cfg.trainer.num_nodes, cfg.trainer.devices = nodes, world_size // nodes
+    cfg = resolve_config(cfg, plan_strategy)
+    configured = device_count(cfg.trainer) * cfg.trainer.num_nodes
+    if configured != world_size:
+        raise UserError(
+            f"{world_size} processes were started, but trainer.devices x trainer.num_nodes is {configured}: "
+            "set them so that both are equal"
+        )
+    if runs_in_single_process(cfg):
+        raise UserError(
+            "this strategy runs in one process, but torchrun or srun started several: use strategy=ddp with them"
+        )
+    return cfg
 
 
 def missing_ranks(store: dist.Store, name: str, world_size: int, limit: timedelta) -> list[int]:
@@ -110,22 +126,3 @@ def _check_same_options(composed: list[bytes]) -> None:
                 f"process {rank} was started with another {next(iter(names), 'configuration')} than process 0: "
                 "give every process the same command and the same files under conf/"
             )
-
-
-def _take_started_world(cfg: DictConfig, world_size: int) -> None:
-    """Set the devices and nodes to those that torchrun or SLURM has given this start of an elastic run."""
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ["SLURM_NNODES"])
-    cfg.trainer.num_nodes, cfg.trainer.devices = nodes, world_size // nodes
-
-
-def _check_world_size(cfg: DictConfig, world_size: int) -> None:
-    configured = device_count(cfg.trainer) * cfg.trainer.num_nodes
-    if configured != world_size:
-        raise UserError(
-            f"{world_size} processes were started, but trainer.devices x trainer.num_nodes is {configured}: "
-            "set them so that both are equal"
-        )
-    if runs_in_single_process(cfg):
-        raise UserError(
-            "this strategy runs in one process, but torchrun or srun started several: use strategy=ddp with them"
-        )

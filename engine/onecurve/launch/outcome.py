@@ -20,7 +20,6 @@ from filelock import Timeout
 from omegaconf import DictConfig
 
 from onecurve.config.folder import PROJECT, remove_if_unused
-from onecurve.config.jobs import is_sweep
 from onecurve.errors import UserError
 from onecurve.process.layer_calls import first_different_calls
 from onecurve.process.rank import log_file, report_error
@@ -185,8 +184,10 @@ def _end_of(error: BaseException) -> tuple[str, str]:
 def write_report(folder: Path) -> None:
     """Write the page of a sweep, or of a run that has logged anything; print one line if that is not possible."""
     try:
+        # The imports are here, so that a template without engine/onecurve/extras/report trains as well.
+        from onecurve.extras.jobs import is_sweep
+
         if is_sweep(folder) or (folder / METRICS).is_file():
-            # Here, so that a template without engine/onecurve/extras/report trains as well.
             from onecurve.extras.report import write_page_of
 
             write_page_of(folder)

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from onecurve.checkpoint.run_files import checkpoint_file
 from onecurve.errors import UserError
 from onecurve.process import signals
-from onecurve.targets import build_strategy
+from onecurve.targets import build
 
 _PROBE_TIMEOUT = 90.0  # seconds; a probe may import torch from a slow disk
 _POLL = 0.05  # seconds between two looks at a probe
@@ -95,7 +95,7 @@ class DevicePolicy:
         """Return whether the strategy can arrange so many ranks, by the check that it makes when a run starts."""
         if self.cfg.runtime.chooses_strategy:  # another strategy is chosen
             return True
-        strategy = build_strategy(self.cfg.strategy)
+        strategy = build(self.cfg.strategy)
         from onecurve.parallel.compatibility import check_can_be_bit_exact  # late, because it imports Lightning
 
         try:

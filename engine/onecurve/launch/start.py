@@ -1,4 +1,4 @@
-"""Decide where the ranks run: in this process, in new ones (`workers.py`), or in those of torchrun or SLURM.
+"""Start the ranks of a run: in this process, in new ones of this host, or in those of torchrun or SLURM.
 
 The configuration is composed in the process that the user started, and each rank that it starts gets that very object;
 ranks that torchrun or SLURM started take rank zero's. A process that starts ranks never touches a device. No command
@@ -7,26 +7,50 @@ line is rebuilt, and a job of a sweep leaves nothing behind for the next one.
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from onecurve.config.resolve import device_count, resolve_config
+from onecurve.checkpoint.run_files import stop_message
+from onecurve.config.folder import newest_checkpoint
+from onecurve.config.resolve import device_count, resolve_config, runs_in_single_process
 from onecurve.errors import UserError
+from onecurve.launch import restarts
 from onecurve.launch.external import connect_ranks, plan_strategy, share_config
-from onecurve.launch.outcome import exit_rank, recorded_command
-from onecurve.launch.workers import launch_workers, run_rank
-from onecurve.process.launcher import check_tasks_are_started, launcher
-from onecurve.process.rank import detect_cluster_environment
-from onecurve.process.signals import die_with_parent
+from onecurve.launch.outcome import (
+    RankFailedError,
+    exit_rank,
+    first_failure,
+    fold_frames,
+    record_restart,
+    recorded_command,
+)
+from onecurve.process import signals
+from onecurve.process.fork_server import end_as_interpreter, start_fork_server
+from onecurve.process.launcher import check_tasks_are_started, forget_launcher, launcher, take_environment
+from onecurve.process.rank import (
+    REPORT_FILE,
+    connect_debugger,
+    cores_per_rank,
+    detect_cluster_environment,
+    log_to_folder,
+    process_group_closed,
+    usable_cores,
+)
+from onecurve.records.events import append_event, logged_steps, read_events
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
@@ -73,7 +97,7 @@ def _join_started_ranks(
     """Run this process as one of the ranks that torchrun or SLURM started; only rank zero prints a user error."""
     rank = env.global_rank()
     if launcher() == "torchrun":  # it leaves its ranks behind if it is killed: they save, and end
-        die_with_parent(os.getppid(), signal.SIGTERM)
+        signals.die_with_parent(os.getppid(), signal.SIGTERM)
     try:
         store = connect_ranks(env)  # it lives as long as the run, because the process group may use its server
         cfg = share_config(store, rank, env.world_size(), cfg)
@@ -89,3 +113,182 @@ def _join_started_ranks(
             if dist.is_initialized():
                 exit_rank(error, cfg.run_dir, rank, terminal)
             raise
+
+
+def run_rank(cfg: DictConfig, rank: int, keep_trainer: Callable[[Any], None] | None = None) -> dict[str, float]:
+    """Run the experiment in this process; return the final metrics, and give `keep_trainer` the trainer.
+
+    With doctor=true, measure an all-reduce instead.
+
+    `Trainer.fit` opens the process group, and this function closes it.
+    """
+    if cfg.doctor:
+        from onecurve.extras.doctor.all_reduce import measure_all_reduce
+
+        return measure_all_reduce(cfg)
+    from onecurve.run.experiment import run_experiment  # late: it imports Lightning, which a mere launcher never uses
+
+    log_to_folder(cfg.run_dir, rank)
+    if device_count(cfg.trainer) > 1 and not runs_in_single_process(cfg):
+        torch.set_num_threads(max(1, cores_per_rank(device_count(cfg.trainer))))
+    with process_group_closed():
+        return run_experiment(cfg, keep_trainer)
+
+
+def launch_workers(cfg: DictConfig) -> dict[str, float]:
+    """Run all ranks, and restart them after failures (`_next_start`, by the options `launch.*`).
+
+    Returns:
+        rank zero's metrics.
+
+    Raises:
+        UserError: if the first failed rank raised one, as a restart would not help, or too few devices are left.
+        RankFailedError: if the first failed rank raised another error, died, or hung.
+        Stopped: if a signal ended the job.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    devices = cfg.trainer.devices
+    policy = restarts.DevicePolicy([*range(devices)] if isinstance(devices, int) else [*devices], cfg)
+    if cfg.launch.elastic and (reason := policy.after_probe(restarts.unusable_devices(cfg, policy.devices))):
+        if read_events(cfg.run_dir):  # of a launcher that has died
+            append_event(cfg.run_dir, "restart", logged_steps(cfg.run_dir), reason)
+        cfg = _with_devices_of(policy, cfg, reason)
+    with signals.forward_to_workers():
+        while True:
+            processes = 1 if runs_in_single_process(cfg) else len(policy.used)
+            try:
+                with restarts.watch_for_devices(cfg, policy):
+                    return _run_group(cfg, processes)
+            except SignalException:  # a second signal
+                raise _stopped(cfg) from None
+            except (RankFailedError, signals.Stopped) as end:
+                cfg = _next_start(cfg, policy, end)
+            if signals.requested():
+                raise _stopped(cfg)
+
+
+def _next_start(cfg: DictConfig, policy: restarts.DevicePolicy, end: RankFailedError | signals.Stopped) -> DictConfig:
+    """Return the configuration of the next start, from the newest checkpoint; raise the error if there is none."""
+    if isinstance(end, signals.Stopped) and end.number != signals.RESIZE:
+        raise end
+    if isinstance(end, RankFailedError) and cfg.launch.max_restarts <= 0:
+        raise end
+    unusable = restarts.unusable_devices(cfg, policy.devices) if cfg.launch.elastic else set()
+    if isinstance(end, RankFailedError):
+        dead_rank = end.dead_rank if cfg.launch.elastic else None
+        reason = policy.after_failure(dead_rank, restarts.time_of_last_save(cfg.run_dir), unusable)
+        if policy.restarts_left < 0:
+            raise end
+        print(fold_frames(str(end)), file=sys.stderr)
+    else:
+        reason = policy.after_probe(unusable)
+    record_restart(cfg.run_dir, end, reason)
+    if reason:
+        cfg = _with_devices_of(policy, cfg, reason)
+    elif cfg.launch.elastic and "OutOfMemoryError" in str(end).partition("\n")[0]:
+        starts = [event for event in read_events(cfg.run_dir) if "normalizes" in event]
+        cfg = restarts.with_smaller_micro_batches(cfg, not starts or starts[-1]["normalizes"])
+        print(f"restarting with trainer.accumulate_grad_batches={cfg.trainer.accumulate_grad_batches}", file=sys.stderr)
+    else:
+        print(f"restarting; {policy.restarts_left} restarts left after this one", file=sys.stderr)
+    if cfg.fit and (newest := newest_checkpoint(Path(cfg.run_dir))):
+        cfg.ckpt_path = str(newest)
+    return cfg
+
+
+def _with_devices_of(policy: restarts.DevicePolicy, cfg: DictConfig, reason: str) -> DictConfig:
+    print(f"{reason}; going on with {len(policy.used)} of {len(policy.devices)} devices", file=sys.stderr)
+    cfg = restarts.with_devices(cfg, policy.used)
+    if cfg.runtime.chooses_strategy:
+        from onecurve.extras.plan.plan import choose_again  # late, because it imports Lightning
+
+        choose_again(cfg)
+    return cfg
+
+
+def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
+    """Run all ranks once; return the metrics of rank zero."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    _silence_launchers()
+    method = start_fork_server()
+    with TemporaryDirectory(prefix="reports-", ignore_cleanup_errors=True) as reports:
+        try:
+            start = elastic_launch(_torchelastic_config(cfg, processes, reports, method), _run_worker)
+            results = start(cfg, {**os.environ}, usable_cores())
+        except ChildFailedError as failed:
+            if signals.requested() > signals.RESIZE:  # a signal came before the ranks could save, or a second one came
+                raise _stopped(cfg) from None
+            raise first_failure(failed, cfg.run_dir, Path(reports)) from None
+        finally:
+            os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+    metrics_or_signal = results[0]
+    if isinstance(metrics_or_signal, int):
+        raise signals.Stopped(metrics_or_signal)
+    return metrics_or_signal
+
+
+def _torchelastic_config(cfg: DictConfig, processes: int, reports: str, method: str) -> Any:
+    """Return the settings of torch's elastic launcher, whose ranks write their errors into the folder `reports`.
+
+    Its own restarts are off, because they would repeat user errors and hide their messages. In each rank Lightning
+    finds by the launcher's variables that it has been started.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    # Seconds between SIGTERM and SIGKILL for the ranks that remain; torch before 2.12 always waits 30.
+    options: dict[str, Any] = {"shutdown_timeout": 5} if hasattr(LaunchConfig, "shutdown_timeout") else {}
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=cfg.runtime.run_id,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method=method,
+        monitor_interval=0.1,
+        signals_to_handle="",  # none: onecurve/process/signals.py handles them
+        logs_specs=DefaultLogsSpecs(reports),
+        **options,
+    )
+
+
+def _stopped(cfg: DictConfig) -> signals.Stopped:
+    """Return the exception that ends a run after a signal; print how to continue it."""
+    signals.drop_lost_readers()
+    print(stop_message(signals.requested(), cfg.run_dir), file=sys.stderr)
+    return signals.Stopped(signals.requested())
+
+
+def _run_worker(cfg: DictConfig, environment: dict[str, str], cores: list[int]) -> dict[str, float] | int:
+    """Run one rank in this new process; return its metrics, or the number of the signal that ended the run.
+
+    It takes the environment and the cores of its launcher: a fork server has those of an earlier time.
+    """
+    signals.prepare_started_process()
+    take_environment(environment)
+    if sys.platform == "linux":
+        os.sched_setaffinity(0, cores)
+    _silence_launchers()
+    rank = int(os.environ["RANK"])
+    connect_debugger(rank)
+    end_as_interpreter()
+    if runs_in_single_process(cfg):
+        forget_launcher(keep=REPORT_FILE)
+    try:
+        return run_rank(cfg, rank)
+    except signals.Stopped as stopped:
+        return stopped.number
+    except Exception as error:
+        exit_rank(error, cfg.run_dir, rank)
+
+
+def _silence_launchers() -> None:
+    """Keep torch's tables of failures off the terminal, where they would hide the project's one line."""
+    for name in logging.root.manager.loggerDict:
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)

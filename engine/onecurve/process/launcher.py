@@ -15,7 +15,7 @@ _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "
 def launcher() -> str | None:
     """Return `torchrun` or `srun`, if it has started this process as one of several ranks; otherwise None.
 
-    Local workers have `torchrun` too: torch's elastic launcher starts them (`onecurve/launch/workers.py`).
+    Local workers have `torchrun` too: torch's elastic launcher starts them (`onecurve/launch/start.py`).
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return "torchrun"
@@ -51,8 +51,8 @@ def take_environment(of_launcher: Mapping[str, str]) -> None:
     A fork server has those of the time when it began. What libraries read when they are imported stays so, such as
     `TORCH_LOGS` in a later run of a notebook.
     """
-    is_own = {name: name in _OF_ELASTIC or name.startswith(("TORCHELASTIC_", "TORCH_NCCL_")) for name in os.environ}
-    own = {name: value for name, value in os.environ.items() if is_own[name]}
+    names = [name for name in os.environ if name in _OF_ELASTIC or name.startswith(("TORCHELASTIC_", "TORCH_NCCL_"))]
+    own = {name: os.environ[name] for name in names}
     os.environ.clear()
     os.environ.update({**of_launcher, **own})
 

@@ -2,6 +2,7 @@
 
 import os
 from collections import defaultdict
+from functools import partial
 from mmap import mmap
 from pathlib import Path
 from typing import Any
@@ -16,35 +17,29 @@ _KEPT = 4096  # newest calls; the ranks stop a few calls after those that differ
 _SIZE = 8 * (_KEPT + 1)  # bytes
 
 
-class LayerCalls:
-    """The starts and ends of layers on this rank, in a mapped file, which remains however the process ends.
-
-    The file has the number of each event at the number of earlier events modulo `_KEPT`, then the number of all events,
-    then what the events are. An event takes some microseconds.
-    """
-
-    def __init__(self, file: Path, layers: dict[str, nn.Module]) -> None:
-        events = [f"{verb} {name}" for name in layers for verb in ("called", "left")]
-        file.write_bytes(bytes(_SIZE) + "\n".join(events).encode())
-        with file.open("r+b") as stream:
-            self._events = memoryview(mmap(stream.fileno(), _SIZE)).cast("Q")
-        for number, layer in enumerate(layers.values()):
-            layer.register_forward_pre_hook(self._recorder(2 * number), prepend=True)  # before FSDP's, which may hang
-            layer.register_forward_hook(self._recorder(2 * number + 1))
-
-    def _recorder(self, number: int) -> Any:
-        @torch.compiler.disable
-        def record(*_: Any) -> None:
-            self._events[self._events[_KEPT] % _KEPT] = number
-            self._events[_KEPT] += 1
-
-        return record
-
-
 def record_layer_calls(layers: dict[str, nn.Module]) -> None:
-    """Record the calls of these layers, if a launcher started this rank that compares them."""
-    if REPORT_FILE in os.environ:
-        LayerCalls(Path(os.environ[REPORT_FILE]).with_name(_FILE), layers)
+    """Record the starts and ends of these layers, if a launcher started this rank that compares them.
+
+    They are in a mapped file, which remains however the process ends. It has the number of each event at the number of
+    earlier events modulo `_KEPT`, then the number of all events, then what the events are. An event takes some
+    microseconds.
+    """
+    if REPORT_FILE not in os.environ:
+        return
+    names = [f"{verb} {name}" for name in layers for verb in ("called", "left")]
+    file = Path(os.environ[REPORT_FILE]).with_name(_FILE)
+    file.write_bytes(bytes(_SIZE) + "\n".join(names).encode())
+    with file.open("r+b") as stream:
+        events = memoryview(mmap(stream.fileno(), _SIZE)).cast("Q")
+
+    @torch.compiler.disable
+    def record(number: int, *_: Any) -> None:
+        events[events[_KEPT] % _KEPT] = number
+        events[_KEPT] += 1
+
+    for number, layer in enumerate(layers.values()):
+        layer.register_forward_pre_hook(partial(record, 2 * number), prepend=True)  # before FSDP's, which may hang
+        layer.register_forward_hook(partial(record, 2 * number + 1))
 
 
 def first_different_calls(reports: Path) -> str:

@@ -155,11 +155,6 @@ def resize_file() -> Path:
     return Path(os.environ[FLAG_FILE]).with_suffix(".resize")
 
 
-def forget_requests() -> None:
-    """Let this process run again after a stop, as a notebook does."""
-    _received.clear()
-
-
 @contextmanager
 def ended_here() -> Iterator[None]:
     """In a notebook, let a signal end what runs in this context, and neither what comes later nor the kernel."""
@@ -171,7 +166,7 @@ def ended_here() -> Iterator[None]:
             raise
         raise KeyboardInterrupt from None
     finally:
-        forget_requests()  # also one that came after the last step, which would stop the next run
+        _received.clear()  # also of one that came after the last step, which would stop the next run
         restore_handlers(handlers)
 
 

@@ -23,7 +23,7 @@ from onecurve.run.checkpoint import monitoring
 from onecurve.run.known_errors import translated_errors
 from onecurve.run.predictions import PredictionWriter
 from onecurve.run.trainer import Trainer
-from onecurve.targets import build, build_strategy, check_options, locate
+from onecurve.targets import build, check_options, locate
 
 _log = logging.getLogger(__name__)
 # Arguments of Lightning's Trainer that `build_trainer` gives, or that have no meaning here.
@@ -99,7 +99,7 @@ def build_trainer(cfg: DictConfig) -> Trainer:
     make_trainer = build(cfg.trainer, _partial_=True)
     try:
         trainer = make_trainer(
-            strategy=build_strategy(cfg.strategy),
+            strategy=build(cfg.strategy),
             callbacks=callbacks,
             logger=list(_build_each(cfg, "logger").values()),
             default_root_dir=cfg.run_dir,

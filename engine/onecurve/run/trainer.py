@@ -35,8 +35,7 @@ from onecurve.errors import CheckpointUserError, UserError
 from onecurve.observe.csv import CSVLogger
 from onecurve.parallel.compatibility import check_callbacks, check_can_train, check_division, resolve_strategy
 from onecurve.parallel.norm_groups import NormGroups
-from onecurve.process.devices import resolve_devices
-from onecurve.process.rank import log_script, shorten_user_errors, tune_malloc
+from onecurve.process.rank import log_script, resolve_devices, shorten_user_errors, tune_malloc
 from onecurve.process.signals import ended_here
 from onecurve.random.dropout import use_sample_dropout
 from onecurve.random.random_functions import RandomNumbers

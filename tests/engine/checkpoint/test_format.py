@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from onecurve.checkpoint.format import CHECKPOINT_KEYS, VERSION, VERSION_KEY
-from onecurve.config.jobs import Job
+from onecurve.extras.jobs import Job
 from onecurve.run.experiment import run_experiment
 from tests.support.commands import ROOT
 from tests.support.experiments import SHORT_RUN, SMALL_MLP

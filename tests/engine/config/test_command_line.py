@@ -95,8 +95,7 @@ def test_an_error_in_the_users_code_has_a_short_traceback(
         f"full traceback: {log}",
     ]
     assert "training_epoch_loop.py" in log.read_text()
-    for place in ("application", "config.command_line"):
-        monkeypatch.setattr(f"onecurve.{place}.TRACEBACK_WANTED", True)
+    monkeypatch.setattr("onecurve.application.TRACEBACK_WANTED", True)
     with pytest.raises(ValueError, match="here"):
         run_here(*arguments, f"run_dir={tmp_path}/full")
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 import yaml
 from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
 
+from onecurve import application as program
 from onecurve.config import command_line
-from onecurve.config.command_line import complete_overrides, errors_explained, quote, run_application
+from onecurve.config.command_line import complete_overrides, errors_explained, quote
 from onecurve.errors import UserError
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -32,7 +34,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / "conf" / name).write_text(text)
     monkeypatch.setattr(command_line, "CONF", tmp_path / "conf")
     monkeypatch.setattr(command_line, "PROJECT", tmp_path)
-    monkeypatch.setattr(command_line, "project_path", lambda path: str(tmp_path / path))
     monkeypatch.setattr(command_line, "started_rank", lambda: 0)
     return tmp_path
 
@@ -223,10 +224,17 @@ def application(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     """Return what an application calls before it starts."""
     calls: list[Any] = []
     monkeypatch.setattr(sys, "argv", ["train.py", "run_dir=a=b"])
-    monkeypatch.setattr(command_line, "load_dotenv", calls.append)
-    monkeypatch.setattr(command_line, "forget_other_ranks", lambda: calls.append("forget"))
-    monkeypatch.setattr(command_line, "TRACEBACK_WANTED", False)
+    monkeypatch.setattr(program, "PROJECT", tmp_path)
+    monkeypatch.setattr(program, "load_dotenv", calls.append)
+    monkeypatch.setattr(program, "forget_other_ranks", lambda: calls.append("forget"))
+    monkeypatch.setattr(program, "TRACEBACK_WANTED", False)
     return calls
+
+
+def run_application(main: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run the program with another function in the place of Hydra's."""
+    monkeypatch.setattr("hydra.main", lambda **_: lambda job: main)
+    return program.main()
 
 
 @pytest.mark.parametrize(
@@ -254,7 +262,7 @@ def test_exit_codes(
         if error:
             raise error
 
-    assert run_application(main) == code
+    assert run_application(main, monkeypatch) == code
     assert capsys.readouterr().err == printed
     assert os.environ[FULL_ERROR] == "before"
     assert application == [project / ".env", "forget", (["train.py", "run_dir='a=b'"], "1")]
@@ -267,7 +275,7 @@ def test_an_error_is_explained_with_the_typed_choices(
         raise ConfigCompositionException("Could not override 'model.patchs'")
 
     monkeypatch.setattr(sys, "argv", ["train.py", "model=vit"])
-    assert run_application(main) == 1
+    assert run_application(main, monkeypatch) == 1
     assert "did you mean model.patches?" in capsys.readouterr().err
 
 
@@ -279,16 +287,16 @@ def test_errors_that_are_shown_in_full(application: list[Any], monkeypatch: pyte
 
     application.insert(0, ZeroDivisionError("of the program"))
     with pytest.raises(ZeroDivisionError):
-        run_application(main)
+        run_application(main, monkeypatch)
     assert os.environ[FULL_ERROR] == ""
-    monkeypatch.setattr(command_line, "TRACEBACK_WANTED", True)
+    monkeypatch.setattr(program, "TRACEBACK_WANTED", True)
     application[0] = UserError("with its traceback")
     with pytest.raises(UserError, match="with its traceback"):
-        run_application(main)
+        run_application(main, monkeypatch)
 
 
 def test_a_traceback_is_wanted_if_hydra_is_asked_for_it() -> None:
-    assert (os.environ.get(FULL_ERROR) == "1") is command_line.TRACEBACK_WANTED
+    assert (os.environ.get(FULL_ERROR) == "1") is program.TRACEBACK_WANTED
 
 
 def explained(error: Exception, *words: str) -> str:

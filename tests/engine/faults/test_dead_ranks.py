@@ -10,7 +10,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from onecurve.errors import UserError
-from onecurve.launch import workers
+from onecurve.launch import start as launching
 from onecurve.records.events import read_events
 from tests.support.commands import (
     PARITY,
@@ -126,9 +126,9 @@ def test_user_errors_are_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
         starts.append(processes)
         raise UserError("train/loss is nan")
 
-    monkeypatch.setattr(workers, "_run_group", fail)
+    monkeypatch.setattr(launching, "_run_group", fail)
     with pytest.raises(UserError):
-        workers.launch_workers(configured(5))
+        launching.launch_workers(configured(5))
     assert starts == [2]
 
 
@@ -137,11 +137,11 @@ def test_a_negative_number_of_restarts_is_none(monkeypatch: pytest.MonkeyPatch) 
 
     def fail(cfg: DictConfig, processes: int) -> None:
         starts.append(processes)
-        raise workers.RankFailedError("rank 0 failed")
+        raise launching.RankFailedError("rank 0 failed")
 
-    monkeypatch.setattr(workers, "_run_group", fail)
-    with pytest.raises(workers.RankFailedError):
-        workers.launch_workers(configured(-1))
+    monkeypatch.setattr(launching, "_run_group", fail)
+    with pytest.raises(launching.RankFailedError):
+        launching.launch_workers(configured(-1))
     assert starts == [2]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onecurve.errors import UserError
-from onecurve.launch import workers
+from onecurve.launch import start as launching
 from onecurve.launch.restarts import DevicePolicy, unusable_devices, with_devices, with_smaller_micro_batches
 from onecurve.records.events import append_event, read_events
 from tests.support.runs import compose
@@ -154,8 +154,8 @@ def test_a_start_leaves_out_unusable_devices(folder: Path, monkeypatch: pytest.M
     )
     folder.mkdir()
     append_event(folder, "start", 0, world_size=3)
-    monkeypatch.setattr(workers, "_run_group", lambda cfg, processes: (cfg.runtime.world_size, processes))
-    assert workers.launch_workers(cfg) == (2, 2)
+    monkeypatch.setattr(launching, "_run_group", lambda cfg, processes: (cfg.runtime.world_size, processes))
+    assert launching.launch_workers(cfg) == (2, 2)
     assert read_events(folder)[-1]["reason"] == "device 1 is unusable"
 
 

@@ -29,9 +29,8 @@ from onecurve.config.resolve import runs_in_single_process
 from onecurve.errors import UserError
 from onecurve.launch.outcome import RankFailedError
 from onecurve.launch.start import launch
-from onecurve.process.devices import resolve_devices
 from onecurve.process.launcher import check_tasks_are_started, launcher
-from onecurve.process.rank import detect_cluster_environment
+from onecurve.process.rank import detect_cluster_environment, resolve_devices
 from onecurve.targets import build, locate, target_nodes
 
 _SHOWN = ("Python", "torch", "lightning", "hydra-core", "wandb")

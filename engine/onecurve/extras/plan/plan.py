@@ -30,10 +30,10 @@ from onecurve.extras.plan.step import Estimate, Job
 from onecurve.extras.plan.strategies import OneDevice, Replicas, Shards
 from onecurve.parallel.compatibility import check_can_train
 from onecurve.parallel.pipeline.schedules import SCHEDULES
-from onecurve.process.devices import resolve_devices
+from onecurve.process.rank import resolve_devices
 from onecurve.process.signals import prepare_started_process
 from onecurve.run.experiment import assemble, on_one_process
-from onecurve.targets import build, build_strategy, check_options, check_value, drop_replaced_options, locate
+from onecurve.targets import build, check_options, check_value, drop_replaced_options, locate
 
 AUTO, RECOMPUTE = "strategy=auto", "module.recompute=blocks"
 _STAGES, _MICRO_BATCHES = (2, 4, 8, 16), (4, 8, 16)
@@ -228,7 +228,7 @@ def estimate(options: list[str], cfg: DictConfig, profile: Profile, job: Job) ->
         composed = own.strategy.copy()
         OmegaConf.resolve(own)
         check_options(OmegaConf.masked_copy(own, ["strategy"]))
-        strategy = build_strategy(own.strategy)
+        strategy = build(own.strategy)
         check_can_train(strategy, profile.module)
         return Candidate(options, plan_step(strategy, profile, job), composed)
     except UserError as error:

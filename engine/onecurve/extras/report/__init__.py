@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from onecurve.config.jobs import JOB_FILE, is_sweep
+from onecurve.extras.jobs import JOB_FILE, is_sweep
 
 
 def write_page_of(folder: Path, *, single_file: bool = False) -> Path:

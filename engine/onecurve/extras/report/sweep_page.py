@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from markupsafe import Markup
 
-from onecurve.config.jobs import Job, differing_overrides, read_jobs, seed_rows
+from onecurve.extras.jobs import Job, differing_overrides, read_jobs, seed_rows
 from onecurve.extras.report.metric_charts import downsample, style_value_axis
 from onecurve.extras.report.page import Section, chart, duration_text, macros, new_figure, number, parts, write_page
 from onecurve.extras.report.run_folder import read_mapping, read_metrics

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from onecurve.config.folder import register_resolvers
+from onecurve.extras.jobs import job_folder, read_jobs
 
 register_resolvers()  # joblib and submitit import this file in their processes, where Hydra composes the config again
+OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
 
 
 class SweepReport(Callback):
@@ -44,7 +46,6 @@ class SweepReport(Callback):
 
     def _report(self, config: DictConfig) -> bool:
         """Print the tables and write the page; return whether every job has finished."""
-        from onecurve.config.jobs import read_jobs
         from onecurve.extras.sweeps.table import report
         from onecurve.launch.outcome import write_report
 

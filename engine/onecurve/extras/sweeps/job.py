@@ -16,9 +16,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from onecurve.config.jobs import DONE, Job, identity, read_jobs
 from onecurve.config.resolve import resolve_config
 from onecurve.errors import UserError
+from onecurve.extras.jobs import DONE, Job, identity, read_jobs
 from onecurve.extras.sweeps.devices import reserve_devices
 from onecurve.launch.outcome import fold_frames
 from onecurve.launch.start import launch

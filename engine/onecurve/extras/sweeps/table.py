@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from onecurve.config.jobs import DONE, Job, differing_overrides, read_jobs, seed_rows
+from onecurve.extras.jobs import DONE, Job, differing_overrides, read_jobs, seed_rows
 from onecurve.records.files import atomic_write
 
 _MAX_ERROR_LENGTH = 80  # characters of a job's error that the table shows

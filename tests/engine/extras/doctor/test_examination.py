@@ -11,9 +11,8 @@ from omegaconf import OmegaConf
 from torch.distributed import HashStore
 
 from onecurve.errors import UserError
-from onecurve.extras.doctor import examination
+from onecurve.extras.doctor import all_reduce, examination
 from onecurve.extras.doctor.examination import check_all_reduce, run_check
-from onecurve.launch import all_reduce
 from onecurve.launch.outcome import RankFailedError
 from tests.support.commands import run_here
 

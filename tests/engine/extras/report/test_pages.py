@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from onecurve.config.jobs import Job
+from onecurve.extras.jobs import Job
 from onecurve.extras.report.plan_page import write_plan_page
 from scripts.report import write
 from tests.support.browser import CHROMIUM, Session, open_pages

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onecurve.config.jobs import Job, seed_rows
+from onecurve.extras.jobs import Job, seed_rows
 from onecurve.extras.report.comparison import labels
 from onecurve.extras.report.metric_charts import BUCKETS, downsample, group_names, means, style_value_axis
 from onecurve.extras.report.page import new_figure

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from onecurve.config.jobs import Job
+from onecurve.extras.jobs import Job
 from onecurve.extras.report import write_page_of
 from onecurve.launch.outcome import recorded_command
 from onecurve.records.events import append_event
@@ -43,7 +43,7 @@ def test_not_written(tmp_path: Path, options: dict[str, bool]) -> None:
     assert not list(tmp_path.rglob("report.html"))
 
 
-@pytest.mark.parametrize("part", ["onecurve.extras.report.write_page_of", "onecurve.launch.outcome.is_sweep"])
+@pytest.mark.parametrize("part", ["onecurve.extras.report.write_page_of", "onecurve.extras.jobs.is_sweep"])
 def test_an_error_of_the_report_is_one_line(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

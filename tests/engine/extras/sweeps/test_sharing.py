@@ -15,11 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from hydra_plugins.optuna_sweeper import search_space
-from onecurve.config.folder import job_folder
-from onecurve.config.jobs import Job
+from onecurve.extras.jobs import Job, job_folder
 from onecurve.extras.sweeps.devices import _reserve_gpus
 from onecurve.extras.sweeps.table import report
-from onecurve.launch import workers
+from onecurve.launch import start as launching
 from onecurve.records.files import named_lock
 
 FORK = mp.get_context("fork")  # whose processes import nothing anew
@@ -116,7 +115,7 @@ def test_ranks_divide_the_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     numbers: list[int] = []
-    monkeypatch.setattr(workers, "log_to_folder", lambda *_: None)
+    monkeypatch.setattr(launching, "log_to_folder", lambda *_: None)
     monkeypatch.setattr("onecurve.run.experiment.run_experiment", lambda *_: {})
     monkeypatch.setattr(torch, "set_num_threads", numbers.append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
@@ -124,7 +123,7 @@ def test_ranks_divide_the_cores(
         monkeypatch.setenv(name, variables[name])
     strategy = {"single_process": single_process}
     cfg = {"run_dir": "", "doctor": False, "trainer": trainer, "strategy": strategy}
-    workers.run_rank(OmegaConf.create(cfg), rank=0)
+    launching.run_rank(OmegaConf.create(cfg), rank=0)
     assert numbers == ([] if threads is None else [threads])
 
 

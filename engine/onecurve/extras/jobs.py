@@ -1,5 +1,6 @@
-"""The records of the jobs of a sweep, and what follows from them."""
+"""The folders and records of the jobs of a sweep, and what follows from them."""
 
+import itertools
 import json
 import statistics
 from collections.abc import Iterator
@@ -8,7 +9,10 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from onecurve.checkpoint.format import VERSION
+from onecurve.process.launcher import started_rank
 from onecurve.records.files import atomic_write
 
 JOB_FILE = "job.json"
@@ -54,6 +58,27 @@ def read_jobs(sweep: Path) -> Iterator[tuple[str, Job]]:
     """Yield the folder name and the record of each job of a sweep, in the order of the job numbers."""
     for file in sorted(sweep.glob(f"*/{JOB_FILE}"), key=lambda file: (len(file.parent.name), file.parent.name)):
         yield file.parent.name, Job.read(file.parent)
+
+
+def job_folder(sweep: str, number: int, *, _root_: DictConfig) -> str:
+    """Return the name of a job's folder in the sweep's folder: the one of an earlier start, or a new one.
+
+    The overrides identify a job, so that a sweep can be continued with more jobs than before.
+    """
+    if started_rank() > 0:
+        return "."  # this rank receives rank zero's folder
+    overrides: Any = OmegaConf.to_container(_root_.hydra.overrides.task, resolve=False)  # as typed
+    for name, job in read_jobs(Path(sweep)):
+        if identity(job.overrides) == identity(overrides):
+            return name
+    for folder in (Path(sweep, str(free)) for free in itertools.count(int(number))):
+        try:
+            folder.mkdir(parents=True)  # if several jobs start at once, only one can make the folder
+        except FileExistsError:
+            continue
+        Job(overrides).write(folder)
+        return folder.name
+    raise AssertionError("some number is free")
 
 
 def differing_overrides(overrides: list[list[str]]) -> list[list[str]]:
