@@ -25,7 +25,8 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[_Restore]:
 
     Modules get their attributes back, buffers and weights; containers, plain objects and generators of random numbers
     that they hold get back what these held. Others may hold an object as well, so each keeps its identity. What cannot
-    be copied keeps its present state, as do data of more than a GiB. Parts of a module that are not among `modules` are left alone.
+    be copied keeps its present state, as do data of more than a GiB. Parts of a module that are not among `modules`
+    are left alone.
     """
     given = set(modules)
     left_out = {child for module in given for child in module.children()} - given
