@@ -8,14 +8,16 @@ Here a sample has a position in its global batch, a place in the order of its ep
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, repeat
+from functools import cache
+from itertools import accumulate, repeat
 
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from onecurve.data.layout import DataParallelInfo
+from onecurve.data.layout import DataParallelInfo, Division
 from onecurve.errors import UserError
+from onecurve.random.seeding import EVALUATION
 
 
 class EpochStart:
@@ -33,96 +35,56 @@ class EpochStart:
 class TrainingBatches(EpochStart, Sampler[Tensor]):
     """Batches of one data-parallel rank in an epoch, as a pure function of (seed, epoch, start).
 
-    Global batch k is the k-th slice of the epoch's order, of which this rank has some positions. Each epoch
-    drops the samples at its end that do not fill a global batch; if it is shuffled, they differ from epoch to epoch.
+    Each step takes a global batch, of which this rank has some positions; or a batch of each virtual rank.
 
     `epoch` and `start` are read when the first batch is requested.
 
     Args:
-        batch_size: samples of a global batch.
-        positions: positions of this rank in a global batch, (batches, n).
+        batches: maps an epoch to its batches in their order, as indices in the dataset.
+        division: the division of each of them among the ranks.
         steps: optimizer steps per epoch.
-        order: maps an epoch to its order, (n,) indices in the dataset.
-        weight: samples of a batch of this rank, relative to their mean over the ranks.
+        per_step: how many of the batches a step takes.
+        own: which of them this rank takes.
     """
 
-    batch_size: int
-    positions: Tensor
+    batches: Callable[[int], Sequence[Tensor]]
+    division: Division
     steps: int
-    order: Callable[[int], Tensor]
-    weight: float = 1.0
+    per_step: int = 1
+    own: Sequence[int] = (0,)
+
+    @property
+    def parts_per_step(self) -> int:
+        """Number of batches of this rank in an optimizer step."""
+        return len(self.own) * self.division.num_parts
 
     def __len__(self) -> int:
-        return self.steps * len(self.positions)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        yield from self.table()
-
-    def places(self) -> Tensor:
-        """Return the rest of the epoch as places in its order, (batches, n): one batch of this rank per row."""
-        start = min(self.start, self.steps)  # another loader may go on after this one has ended
-        places = torch.arange(start * self.batch_size, self.steps * self.batch_size).view(-1, self.batch_size)
-        return places[:, self.positions].flatten(0, 1)
-
-    def table(self) -> Tensor:
-        """Return the indices in the dataset at these places."""
-        return self.order(self.epoch)[self.places()]
-
-    def weights(self) -> Iterator[float]:
-        """Return the weight of each batch."""
-        return repeat(self.weight)
-
-
-@dataclass(eq=False)
-class GivenBatches(EpochStart, Sampler[Tensor]):
-    """Batches of one data-parallel rank in an epoch, of those that a user's `batch_sampler` gives.
-
-    A given batch, of any size, is a global batch of which this rank has some positions, or the batch of a virtual rank.
-
-    Args:
-        given: maps an epoch to its batches, indices in the dataset.
-        positions: maps the size of a global batch to the positions of this rank in it, (batches, n).
-        sharing: number of batches of all ranks that share a global batch.
-        steps: optimizer steps per epoch.
-        own: the virtual ranks of this rank, if they are computed one by one.
-        batches_per_step: how many given batches a step has, if each is that of a virtual rank.
-    """
-
-    given: Callable[[int], Sequence[Tensor]]
-    positions: Callable[[int], Tensor]
-    sharing: int
-    steps: int
-    own: Sequence[int] | None = None
-    batches_per_step: int = 1
-
-    def __len__(self) -> int:
-        parts = self.positions(len(self.given(self.epoch)[0])) if self.own is None else self.own
-        return self.steps * len(parts)
+        return self.steps * self.parts_per_step
 
     def __iter__(self) -> Iterator[Tensor]:
         yield from self.table()
 
     def places(self) -> list[Tensor]:
         """Return the rest of the epoch as places in its order: one batch of this rank each."""
-        ends = torch.tensor([len(batch) for batch in self.given(self.epoch)]).cumsum(0).tolist()
-        rows = [torch.arange(first, end) for first, end in pairwise([0, *ends])]
-        steps = range(self.start, self.steps)
-        if self.own is not None:
-            return [rows[step * self.batches_per_step + rank] for step in steps for rank in self.own]
-        return [rows[step][part] for step in steps for part in self.positions(len(rows[step]))]
+        return [first + part for first, _, part in self._parts()]
 
     def table(self) -> list[Tensor]:
         """Return the indices in the dataset at these places."""
-        order = torch.cat(list(self.given(self.epoch)))
-        return [order[places] for places in self.places()]
+        return [batch[part] for _, batch, part in self._parts()]
 
     def weights(self) -> Iterator[float]:
-        """Yield the samples of each batch, relative to their mean over the ranks; 1 for those of virtual ranks."""
-        if self.own is not None:
-            yield from repeat(1.0)
-        for batch in self.given(self.epoch)[self.start : self.steps]:
-            for part in self.positions(len(batch)):
-                yield len(part) * self.sharing / len(batch)
+        """Yield the samples of each batch, relative to their mean over the ranks."""
+        weight = cache(self.division.weight)  # of each size
+        return (weight(len(batch)) for _, batch, _ in self._parts())
+
+    def _parts(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield the place of a batch in the epoch, the batch, and positions of this rank in it."""
+        batches, positions = self.batches(self.epoch), cache(self.division.positions)  # of each size
+        firsts = [0, *accumulate(map(len, batches))]
+        for step in range(self.start, self.steps):
+            for number in (step * self.per_step + own for own in self.own):
+                for part in positions(len(batches[number])):
+                    yield firsts[number], batches[number], part
 
 
 class EvaluationBatches(Sampler[Tensor]):
@@ -139,6 +101,8 @@ class EvaluationBatches(Sampler[Tensor]):
         parallel: the ranks, and which of them this one is.
         ranks: yield the batches of these ranks, of equal shares, in turn; None for those of this rank.
     """
+
+    epoch, parts_per_step = EVALUATION, 1
 
     def __init__(
         self, order: Tensor, batch_size: int, parallel: DataParallelInfo, ranks: Sequence[int] | None = None
@@ -193,9 +157,6 @@ class EvaluationBatches(Sampler[Tensor]):
                 f"{way if is_enough else ''}evaluate more of them, set trainer.limit_{split}_batches=0, or use fewer "
                 "trainer.devices"
             )
-
-
-Batches = TrainingBatches | GivenBatches | EvaluationBatches
 
 
 def apply_limit(option: str, limit: int | float | None, available: int, unit: int = 1) -> int:

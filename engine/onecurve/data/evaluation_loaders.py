@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from onecurve.data.batch_samplers import EvaluationBatches, apply_limit, limit_without_length
 from onecurve.data.layout import DataParallelInfo, Division
-from onecurve.data.loader import Loaders, RankLoader, has_given_batches, order_of, sample_axis, yields_batches
+from onecurve.data.loader import Loaders, RankLoader, has_given_batches, order_of, yields_batches
 from onecurve.data.samples import makes_batches
 from onecurve.data.streams import StreamLoader, length_of_stream
 from onecurve.errors import UserError
@@ -47,10 +47,8 @@ class EvaluationLoaders:
             if isinstance(loader.dataset, IterableDataset):
                 loaders.append(self._stream(loader))
             elif self._has_samples(loader):
-                batches, is_divided = self._batches(loader), self.division.is_divided
-                # Parts are weighted by their positions, so a `collate_fn` must not leave samples out.
-                axis = sample_axis(loader, batches.order, self.seed) if is_divided else None
-                loaders.append(RankLoader(loader, batches, self.seed, device, is_divided, axis=axis))
+                batches = self._batches(loader)
+                loaders.append(RankLoader(loader, batches, self.seed, device, self.division.is_divided))
         return loaders[0] if len(loaders) == 1 else loaders
 
     def check(self, takes_batch: bool) -> None:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any, NamedTuple, cast
 
 import lightning as L
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, default_collate, get_worker_info
 
 from onecurve.data.batch import StepParts, as_part
-from onecurve.data.batch_samplers import Batches, EvaluationBatches
+from onecurve.data.batch_samplers import EvaluationBatches, TrainingBatches
 from onecurve.data.layout import alone
 from onecurve.data.sampler_draws import draw, is_repeatable
 from onecurve.data.samples import SampleAxis, SeededSamples, find_sample_axis, makes_batches
@@ -27,7 +27,7 @@ from onecurve.patches.lightning_loops import combination_mode
 from onecurve.patches.torch import TreeSpec, tree_flatten
 from onecurve.process import signals
 from onecurve.random.hashing import hash_ints, permutation
-from onecurve.random.seeding import EVALUATION, seed_generators
+from onecurve.random.seeding import seed_generators
 
 _log = logging.getLogger(__name__)
 _PROBED, _PROBED_PAIRS = 8, 4  # samples
@@ -46,40 +46,38 @@ class RankLoader:
 
     Args:
         loader: the user's loader.
-        batches: the positions of the rank's batches.
+        batches: the positions of the rank's batches; it yields those of an optimizer step at once.
         is_divided: whether other ranks or micro-batches hold parts of the same global batch.
-        num_parts: number of batches of `batches` that it yields at once, as the parts of an optimizer step.
-        axis: what has the number of samples in a batch.
     """
 
     def __init__(
         self,
         loader: DataLoader[Any],
-        batches: Batches,
+        batches: TrainingBatches | EvaluationBatches,
         seed: int,
         device: torch.device,
         is_divided: bool = False,
-        num_parts: int = 1,
-        axis: SampleAxis | None = None,
     ) -> None:
         self.dataset: Any = loader.dataset
         self.batch_size = loader.batch_size  # that of a step, for code that asks the trainer's loader
         self.sampler = self.batch_sampler = batches  # Lightning reads both, and sets the epoch
-        self.num_parts, self._makes_batches = num_parts, yields_batches(loader)
+        self._makes_batches = yields_batches(loader)
         is_batched = makes_batches(self.dataset)
         is_there = is_batched and self.dataset.move_to(device) and not loader.num_workers
         self._device = device if is_there else None
+        # Parts are weighted by their positions, so a `collate_fn` must not leave samples out.
+        axis = sample_axis(loader, order_of(loader, seed, batches.epoch), seed) if is_divided else None
         samples = SeededSamples(self.dataset, collate_function(loader), is_divided, axis)
         keyed = _KeyedBatches(batches, seed, keep_padding=is_batched)
         options = {name: getattr(loader, name) for name in _OPTIONS}
         self._loader = fetch(loader, samples, keyed, loader.num_workers, pin_memory=device.type == "cuda", **options)
 
     def __len__(self) -> int:
-        return len(self.sampler) // self.num_parts
+        return len(self.sampler) // self.sampler.parts_per_step
 
     def __iter__(self) -> Iterator[StepParts]:
         batches, weights = self._batches(), self.sampler.weights()
-        while several := list(islice(batches, self.num_parts)):
+        while several := list(islice(batches, self.sampler.parts_per_step)):
             yield StepParts(as_part(*batch, next(weights), self._makes_batches) for batch in several)
 
     def _batches(self) -> Iterator[tuple[Tensor, Any]]:
@@ -87,8 +85,8 @@ class RankLoader:
             with errors_of_workers():
                 yield from self._loader
             return
-        table = self.sampler.table()
-        for rows in [table] if isinstance(table, Tensor) else [row[None] for row in table]:
+        for _, of_one_size in groupby(self.sampler.table(), len):
+            rows = torch.stack([*of_one_size])
             rows = rows.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else rows
             for batch in self.dataset.batches(rows):
                 yield batch.sample_index, batch
@@ -100,13 +98,12 @@ class _KeyedBatches(Sampler[Tensor]):
     A key depends on the place in the epoch, so that a sample that occurs twice gets other random numbers.
     """
 
-    def __init__(self, batches: Batches, seed: int, keep_padding: bool) -> None:
+    def __init__(self, batches: TrainingBatches | EvaluationBatches, seed: int, keep_padding: bool) -> None:
         self.batches, self.seed, self.keep_padding = batches, seed, keep_padding
 
     def __iter__(self) -> Iterator[Tensor]:
-        epoch = EVALUATION if isinstance(self.batches, EvaluationBatches) else self.batches.epoch
         for positions, places in zip(self.batches.table(), self.batches.places(), strict=True):
-            batch = torch.stack([positions, hash_ints(self.seed, epoch, places)])
+            batch = torch.stack([positions, hash_ints(self.seed, self.batches.epoch, places)])
             yield batch if self.keep_padding else batch[:, batch[0] >= 0]
 
 

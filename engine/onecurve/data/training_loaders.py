@@ -1,8 +1,8 @@
 """The loaders of the training data: each is divided alike into the parts of a step, whatever kind of loader it is."""
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
-from itertools import chain, repeat, zip_longest
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache, partial
+from itertools import repeat, zip_longest
 from typing import Any, cast
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from onecurve.data.batch import StepParts
-from onecurve.data.batch_samplers import GivenBatches, TrainingBatches, apply_limit, limit_without_length
+from onecurve.data.batch_samplers import TrainingBatches, apply_limit, limit_without_length
 from onecurve.data.layout import Division
 from onecurve.data.loader import (
     Loaders,
@@ -19,10 +19,8 @@ from onecurve.data.loader import (
     examples,
     has_given_batches,
     order_of,
-    sample_axis,
     yields_batches,
 )
-from onecurve.data.samples import SampleAxis
 from onecurve.data.streams import StreamLoader, examine, length_of_stream
 from onecurve.errors import UserError
 from onecurve.patches.torch import TreeSpec, tree_unflatten
@@ -49,7 +47,7 @@ class TrainingLoaders:
         self.rank_loaders: list[RankLoader | StreamLoader] = []
         self.sources = [_source(loader, division, seed) for loader in loaders.leaves]
         size = self.batch_size = self.sources[0].batch_size
-        is_given = isinstance(self.sources[0], _Given)
+        is_given = self.sources[0].is_given
         if division.bit_exact and is_given:  # batches of virtual ranks, of any sizes
             size -= size % division.virtual_ranks
         self.layouts = division.layouts(size)
@@ -152,59 +150,63 @@ def combine(of_loaders: Sequence[StepParts | None], structure: TreeSpec) -> Step
 
 
 class _Samples:
-    """A loader of a map-style dataset, in the order of its sampler. Without a `batch_size` its samples are batches.
+    """A loader of a map-style dataset. Without a `batch_size` its samples are batches.
 
     Attributes:
-        per_step: what a step takes of the order: samples, or batches that are given.
+        is_given: whether a `batch_sampler` gives the batches; one by one, each is that of a virtual rank.
+        per_step: how many batches a step takes.
     """
 
     digest: str | None = None
 
     def __init__(self, loader: DataLoader[Any], division: Division, seed: int) -> None:
         self.loader, self.division, self.seed = loader, division, seed
-        self.batch_size = self.per_step = loader.batch_size or division.virtual_ranks
-        self.samples = len(cast(Any, loader.sampler))
-        self.steps = self.samples // self.batch_size
+        self.is_given = has_given_batches(loader)
+        if self.is_given:
+            self.per_step = division.virtual_ranks if division.bit_exact else 1
+            sizes = [len(batch) for batch in order_of(loader, seed, 0)]
+            self.batch_size, self.samples = sum(sizes[: self.per_step]), sum(sizes)
+            self.steps = len(sizes) // self.per_step
+        else:
+            self.per_step, self.batch_size = 1, loader.batch_size or division.virtual_ranks
+            self.samples = len(cast(Any, loader.sampler))
+            self.steps = self.samples // self.batch_size
 
     def of_rank(self, steps: int | None, device: torch.device) -> RankLoader:
         assert steps is not None
-        count, division = min(steps, self.steps) * self.per_step, self.division
-        order = partial(_in_cycles, self.loader, self.seed, count, -(-steps // self.steps))
-        batches = self._batches(order, steps)
-        axis = self._axis if division.is_divided else None
-        return RankLoader(self.loader, batches, self.seed, device, division.is_divided, division.num_parts, axis)
-
-    @cached_property
-    def _axis(self) -> SampleAxis | None:
-        return sample_axis(self.loader, order_of(self.loader, self.seed, 0), self.seed)
+        of_epoch = lru_cache(1)(partial(self._batches, steps))
+        if self.is_given and self.division.bit_exact:
+            whole, own = Division(virtual_ranks=1), self.division.own_virtual_ranks
+            batches = TrainingBatches(of_epoch, whole, steps, self.per_step, own)
+        else:
+            batches = TrainingBatches(of_epoch, self.division, steps)
+        return RankLoader(self.loader, batches, self.seed, device, self.division.is_divided)
 
     def examples(self, spans: Sequence[tuple[int, int]]) -> list[StepParts]:
         return examples(self.loader, spans, self.seed)
 
-    def _batches(self, order: Callable[[int], Any], steps: int) -> TrainingBatches | GivenBatches:
-        size, division = self.batch_size, self.division
-        return TrainingBatches(size, division.positions(size), steps, order, division.weight(size))
-
-
-class _Given(_Samples):
-    """A loader of a map-style dataset whose batches a `batch_sampler` gives."""
-
-    def __init__(self, loader: DataLoader[Any], division: Division, seed: int) -> None:
-        self.loader, self.division, self.seed = loader, division, seed
-        self.per_step = division.virtual_ranks if division.bit_exact else 1
-        batches = cast(list[Tensor], order_of(loader, seed, 0))
-        self.batch_size = sum(map(len, batches[: self.per_step]))
-        self.samples = sum(map(len, batches))
-        self.steps = len(batches) // self.per_step
-
-    def _batches(self, order: Callable[[int], Any], steps: int) -> GivenBatches:
-        division = self.division
-        own = division.own_virtual_ranks if division.bit_exact else None
-        return GivenBatches(order, division.positions, division.sharing, steps, own, self.per_step)
+    def _batches(self, steps: int, epoch: int) -> list[Tensor]:
+        """Return the batches of an epoch: as many of each cycle through the loader, of which each has a seed."""
+        batches, count = list[Tensor](), min(steps, self.steps) * self.per_step
+        for cycle in range(-(-steps // self.steps)):
+            order = order_of(self.loader, int(hash_ints(self.seed, cycle)) if cycle else self.seed, epoch)
+            if isinstance(order, Tensor):
+                firsts = range(0, len(order) - self.batch_size + 1, self.batch_size)  # the last samples are left out
+                order = [order[first : first + self.batch_size] for first in firsts]
+            if len(order) < count:
+                sampler = self.loader.batch_sampler if self.is_given else self.loader.sampler
+                raise UserError(
+                    f"{type(sampler).__name__} gives less in epoch {epoch} than in the first one: let it give as many "
+                    "samples or batches in each, or set a smaller trainer.limit_train_batches"
+                )
+            batches += order[:count]
+        return batches
 
 
 class _Stream:
     """A loader of an IterableDataset. Without a `batch_size` its samples are batches."""
+
+    is_given, per_step = False, 1
 
     def __init__(self, loader: DataLoader[Any], division: Division, seed: int) -> None:
         self.loader, self.division, self.seed = loader, division, seed
@@ -240,7 +242,7 @@ def _check(source: _Source, method: str) -> None:
             "with which it is the batch of a virtual rank, or give batch_size, the samples of an optimizer step"
         )
     if source.steps == 0:
-        if isinstance(source, _Given) and source.per_step > 1:
+        if source.is_given and source.per_step > 1:
             raise UserError(
                 f"the batch_sampler of {method} has fewer batches than a step takes, {source.per_step}: with "
                 "bit_exact=true each virtual rank has one; give it more, or set fewer virtual_ranks"
@@ -248,30 +250,15 @@ def _check(source: _Source, method: str) -> None:
         raise UserError(
             f"data.batch_size={source.batch_size} exceeds the {source.samples} samples to train on, of {method}"
         )
-    if not isinstance(source, _Given):
+    if not source.is_given:
         source.division.positions(source.batch_size)
     if not isinstance(source, _Stream):
         check_repeatable(source.loader, source.seed, method)
 
 
 def _source(loader: DataLoader[Any], division: Division, seed: int) -> _Source:
-    if isinstance(loader.dataset, IterableDataset):
-        return _Stream(loader, division, seed)
-    return (_Given if has_given_batches(loader) else _Samples)(loader, division, seed)
+    return (_Stream if isinstance(loader.dataset, IterableDataset) else _Samples)(loader, division, seed)
 
 
 def _up_to(places: list[Tensor], count: int) -> list[Tensor]:
     return [of_one[of_one < count] for of_one in places]
-
-
-def _in_cycles(loader: DataLoader[Any], seed: int, count: int, cycles: int, epoch: int) -> Any:
-    """Return the order of an epoch: the first `count` of each cycle through the loader, of which each has a seed."""
-    seeds = [seed, *(int(hash_ints(seed, cycle)) for cycle in range(1, cycles))]
-    orders = [order_of(loader, each, epoch)[:count] for each in seeds]
-    if any(len(order) < count for order in orders):
-        sampler = loader.batch_sampler if has_given_batches(loader) else loader.sampler
-        raise UserError(
-            f"{type(sampler).__name__} gives less in epoch {epoch} than in the first one: let it give as many samples "
-            "or batches in each, or set a smaller trainer.limit_train_batches"
-        )
-    return list(chain.from_iterable(orders)) if has_given_batches(loader) else torch.cat(cast(list[Tensor], orders))

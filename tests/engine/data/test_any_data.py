@@ -5,7 +5,6 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from traceback import format_exception
 from typing import Any
@@ -26,7 +25,7 @@ from torch.utils.data import (
 )
 
 from onecurve.data.batch_samplers import TrainingBatches
-from onecurve.data.layout import BatchLayout
+from onecurve.data.layout import Division
 from onecurve.data.loader import RankLoader, epoch_order
 from onecurve.data.ordered_data import OrderedData
 from onecurve.errors import UserError
@@ -244,8 +243,8 @@ def test_order_of_samplers(folder: Path) -> None:
     longer = RandomSampler(POINTS, num_samples=250)  # type: ignore[arg-type]
     assert set(torch.bincount(epoch_order(longer, 0, 0)).tolist()) == {2, 3}
     weighted = WeightedRandomSampler([1.0] + 109 * [0.0], 32)
-    batches = TrainingBatches(16, BatchLayout(16).positions, 2, partial(epoch_order, weighted, 0))
-    assert set(batches.table().flatten().tolist()) == {0}
+    batches = TrainingBatches(lambda epoch: epoch_order(weighted, 0, epoch).split(16), Division(), 2)
+    assert set(torch.cat(batches.table()).tolist()) == {0}
     fetched = RankLoader(DataLoader(POINTS, 16), batches, 0, CPU)
     assert len({tuple(point.tolist()) for (part,) in fetched for point in part.batch[0]}) == 32, "one sample, 32 noises"
 
