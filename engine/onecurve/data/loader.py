@@ -69,8 +69,8 @@ class RankLoader:
         axis = sample_axis(loader, order_of(loader, seed, batches.epoch), seed) if is_divided else None
         samples = SeededSamples(self.dataset, collate_function(loader), is_divided, axis)
         keyed = _KeyedBatches(batches, seed, keep_padding=is_batched)
-        options = {name: getattr(loader, name) for name in _OPTIONS}
-        self._loader = fetch(loader, samples, keyed, loader.num_workers, pin_memory=device.type == "cuda", **options)
+        options = {name: getattr(loader, name) for name in _OPTIONS} | {"pin_memory": device.type == "cuda"}
+        self._loader = _fetch(loader, samples, keyed, loader.num_workers, **options)
 
     def __len__(self) -> int:
         return len(self.sampler) // self.sampler.parts_per_step
@@ -107,14 +107,10 @@ class _KeyedBatches(Sampler[Tensor]):
             yield batch if self.keep_padding else batch[:, batch[0] >= 0]
 
 
-def fetch(
+def _fetch(
     loader: DataLoader[Any], samples: SeededSamples, batches: Iterable[Tensor], workers: int, **options: Any
 ) -> DataLoader[Any]:
-    """Return a loader of batches of (2, n) positions and keys, whose workers start like those of the user's loader.
-
-    Samples that are fetched apart from training need a worker, if training has some: this process would open files that
-    workers then share with each other.
-    """
+    """Return a loader of batches of (2, n) positions and keys, whose workers start like those of the user's loader."""
     return DataLoader(
         samples,
         batch_sampler=batches,  # type: ignore[arg-type]
@@ -122,6 +118,17 @@ def fetch(
         **worker_options(loader, workers),
         **options,
     )
+
+
+def _probe(
+    loader: DataLoader[Any], batches: Iterable[Tensor], collate: Callable[[list[Any]], Any] | None = None
+) -> DataLoader[Any]:
+    """Return a loader of batches that are fetched apart from training.
+
+    They need a worker, if training has some: this process would open files that workers then share with each other.
+    """
+    samples = SeededSamples(loader.dataset, collate or collate_function(loader))
+    return _fetch(loader, samples, batches, min(1, loader.num_workers))
 
 
 def worker_options(loader: DataLoader[Any], workers: int) -> dict[str, Any]:
@@ -160,8 +167,7 @@ def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
     count = 1 if yields_batches(loader) else min(_PROBED, len(loader.dataset))  # type: ignore[arg-type]
     positions = torch.arange(count)
     batch = torch.stack([positions, hash_ints(seed, 0, positions)])
-    samples = SeededSamples(loader.dataset, collate_function(loader))
-    (_, first), (_, again) = fetch(loader, samples, [batch, batch], min(1, loader.num_workers))
+    (_, first), (_, again) = _probe(loader, [batch, batch])
     if not are_equal(first, again):
         _log.warning(
             "%s: a sample fetched twice differs, although torch, NumPy and Python are seeded alike. %s has a random "
@@ -179,21 +185,15 @@ def sample_axis(loader: DataLoader[Any], order: Tensor | list[Tensor], seed: int
     """
     if loader.collate_fn is default_collate or yields_batches(loader) or makes_batches(loader.dataset):
         return None
-    if not (pairs := _spread_pairs(order)):
+    is_given = isinstance(order, list)
+    pairs = [batch[:2] for batch in order if len(batch) > 1] if is_given else order[: len(order) // 2 * 2].view(-1, 2)
+    if not len(pairs):
         return None
-    keyed = [torch.stack([pair, hash_ints(seed, 0, pair)]) for pair in pairs]
+    chosen = torch.linspace(0, len(pairs) - 1, _PROBED_PAIRS, dtype=torch.float64).long().unique().tolist()
+    keyed = [torch.stack([pairs[number], hash_ints(seed, 0, pairs[number])]) for number in chosen]
     small = [pair[:, :size] for pair in keyed for size in (2, 1)]
-    samples = SeededSamples(loader.dataset, partial(_collate_if_possible, collate_function(loader)))
-    made = [collated for _, collated in fetch(loader, samples, small, min(1, loader.num_workers))]
+    made = [batch for _, batch in _probe(loader, small, partial(_collate_if_possible, collate_function(loader)))]
     return find_sample_axis(made[::2], made[1::2])
-
-
-def _spread_pairs(order: Tensor | list[Tensor]) -> list[Tensor]:
-    """Return a few pairs of samples that follow each other in an order, or in the batches that are given."""
-    batches = [] if isinstance(order, Tensor) else [batch for batch in order if len(batch) > 1]
-    count = len(order) // 2 if isinstance(order, Tensor) else len(batches)
-    chosen = torch.linspace(0, count - 1, _PROBED_PAIRS, dtype=torch.float64).long().unique().tolist() if count else []
-    return [order[2 * n : 2 * n + 2] if isinstance(order, Tensor) else batches[n][:2] for n in chosen]
 
 
 def _collate_if_possible(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
@@ -226,9 +226,7 @@ def examples(loader: DataLoader[Any], spans: Sequence[tuple[int, int]], seed: in
         else:
             positions = order[0][numbers % len(order[0])]
         batches.append(torch.stack([positions, positions]))
-    samples = SeededSamples(loader.dataset, collate_function(loader))
-    fetched = fetch(loader, samples, batches, min(1, loader.num_workers))
-    return [StepParts([as_part(*batch)]) for batch in fetched]
+    return [StepParts([as_part(*batch)]) for batch in _probe(loader, batches)]
 
 
 class Loaders(NamedTuple):

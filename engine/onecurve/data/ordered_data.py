@@ -22,6 +22,7 @@ from onecurve.patches.torch import tree_leaves
 from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import EVALUATION, SETUP, refuse_draws, seed_generators
 
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _LOADERS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
 
@@ -163,7 +164,7 @@ class OrderedData(L.LightningDataModule):
 
     def on_before_batch_transfer(self, batch: StepParts, dataloader_idx: int) -> StepParts:
         """Call the hook of the DataModule, or that of the module, with the generators seeded for each part."""
-        return batch.map(self._before_transfer, dataloader_idx)
+        return batch.map(self._call_hook, "on_before_batch_transfer", dataloader_idx)
 
     def transfer_batch_to_device(self, batch: StepParts, device: torch.device, dataloader_idx: int) -> StepParts:
         return batch.map(self._transfer, device, dataloader_idx)
@@ -186,21 +187,10 @@ class OrderedData(L.LightningDataModule):
         samples = [part.samples for part in self.parts]
         self._sample_index = samples[0] if self.bit_exact or len(samples) == 1 else torch.cat(samples)
 
-    def _seed(self, part: StepPart, *hook: int) -> None:
-        epoch = self.trainer.current_epoch if self.trainer.training else EVALUATION
-        seed_generators(int(hash_ints(self.run_seed, epoch, int(part.samples[0]), *hook)), self._module.device.type)
-
-    def _before_transfer(self, part: StepPart, dataloader_idx: int) -> Any:
-        if not isinstance(part.batch, Batch):
-            self._seed(part)
-        return self._call_hook("on_before_batch_transfer", part, dataloader_idx)
-
     def _transfer(self, part: StepPart, device: torch.device, dataloader_idx: int) -> Any:
         if isinstance(part.batch, Batch) and part.batch.image.device == device:
             return part.batch  # Lightning's own check of this is slow
-        if self.bit_exact:
-            self._seed(part, 1)
-        return self._call_hook("transfer_batch_to_device", part, device, dataloader_idx)
+        return self._call_hook(part, "transfer_batch_to_device", device, dataloader_idx)
 
     def _after_transfer(self, part: StepPart, dataloader_idx: int) -> Any:
         """Return what the steps of the module take.
@@ -209,9 +199,7 @@ class OrderedData(L.LightningDataModule):
         or the pair of a `Batch`.
         """
         self.begin_part(part)
-        if self.bit_exact and not isinstance(part.batch, Batch):
-            self._seed(part, 2)
-        batch = self._call_hook("on_after_batch_transfer", part, dataloader_idx)
+        batch = self._call_hook(part, "on_after_batch_transfer", dataloader_idx)
         if not self._takes_batch:
             if not isinstance(batch, Batch):
                 return batch
@@ -374,13 +362,21 @@ class OrderedData(L.LightningDataModule):
             return weight.to(self._module.dtype)
         return constant_weights(len(weight), part_weight / len(weight), self._module.dtype, weight.device)
 
-    def _call_hook(self, name: str, part: StepPart, *args: Any) -> Any:
-        """Call the DataModule's own hook, or else the module's, as Lightning would choose; refuse draws for a part."""
+    def _call_hook(self, part: StepPart, name: str, *args: Any) -> Any:
+        """Call the DataModule's own hook, or else the module's, as Lightning would choose, with seeded generators.
+
+        A part of a global batch must draw nothing. A `Batch` has random numbers by its samples.
+        """
         is_own = is_overridden(name, self.plain, L.LightningDataModule)
+        hook = getattr(self.plain if is_own else self._module, name)
+        if isinstance(part.batch, Batch):
+            return hook(part.batch, *args)
+        epoch = self.trainer.current_epoch if self.trainer.training else EVALUATION
+        key = hash_ints(self.run_seed, epoch, int(part.samples[0]), _HOOKS.index(name))
+        seed_generators(int(key), self._module.device.type)
         is_users = is_own or is_overridden(name, self._module, L.LightningModule)
-        is_checked = is_users and self.division.is_divided and not isinstance(part.batch, Batch)
-        with refuse_draws(name, is_checked, self._module.device.type):
-            return getattr(self.plain if is_own else self._module, name)(part.batch, *args)
+        with refuse_draws(name, is_users and self.division.is_divided, self._module.device.type):
+            return hook(part.batch, *args)
 
     @property
     def _any_loader(self) -> DataLoader[Any]:

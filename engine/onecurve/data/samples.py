@@ -1,6 +1,5 @@
 """The samples of a batch: fetched with the generators seeded for each, collated, and counted in what that makes."""
 
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -81,7 +80,8 @@ class SeededSamples(Dataset[Any]):
                 seed_generators(key)
                 items.append(self._fetch(position))
             seed_generators(int(keys[0]))
-            batch = collated(self.collate, items, self.is_divided)
+            with refuse_draws("collate_fn", self.is_divided):
+                batch = self.collate(items)
             made = self.axis.samples_in(batch) if self.is_divided and self.axis else len(items)
             if made != len(items):
                 raise UserError(
@@ -100,37 +100,6 @@ class SeededSamples(Dataset[Any]):
                     dataset, position = dataset.dataset, dataset.indices[position]
                 error.add_note(f"This is sample {position} of {type(dataset).__name__}.")
             raise
-
-
-def collated(collate: Callable[[list[Any]], Any], items: list[Any], is_divided: bool) -> Any:
-    """Return the batch of some samples; name a `collate_fn` that leaves out all of them, as its error shows.
-
-    A part of a batch may have broken samples only, where the whole batch has others.
-    """
-    try:
-        with refuse_draws("collate_fn", is_divided):
-            return collate(items)
-    except (RuntimeError, ValueError, IndexError) as error:
-        if _origin(error) != _error_of_none(collate):
-            raise
-        raise UserError(
-            f"collate_fn leaves out all {len(items)} samples of a batch, or of a rank's part of it ({error}): leave "
-            "samples out in the dataset"
-        ) from error
-
-
-def _error_of_none(collate: Callable[[list[Any]], Any]) -> tuple[str, ...] | None:
-    try:
-        collate([])
-    except Exception as error:
-        return _origin(error)
-    return None
-
-
-def _origin(error: Exception) -> tuple[str, ...]:
-    """Return the text of an error, and the line that has raised it."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return str(error), frame.filename, str(frame.lineno)
 
 
 def makes_batches(dataset: Any) -> bool:

@@ -25,12 +25,11 @@ from onecurve.data.batch import StepParts, as_part
 from onecurve.data.batch_samplers import EpochStart
 from onecurve.data.layout import alone
 from onecurve.data.loader import collate_function, errors_of_workers, worker_options, yields_batches
-from onecurve.data.samples import collated
 from onecurve.errors import UserError
 from onecurve.network.object_state import are_equal
 from onecurve.patches.torch import tree_leaves
 from onecurve.random.hashing import hash_ints
-from onecurve.random.seeding import seed_generators
+from onecurve.random.seeding import refuse_draws, seed_generators
 
 _log = logging.getLogger(__name__)
 _PROBED = 4  # samples
@@ -112,8 +111,8 @@ class StreamLoader(EpochStart):
     def _collate(self, samples: list[Any], step: int, part: Tensor) -> tuple[Tensor, Any]:
         places = step * self.batch_size + part
         seed_generators(int(hash_ints(self.seed, self.epoch, int(places[0]))))
-        items = [samples[position] for position in part.tolist()]
-        return places, collated(collate_function(self.loader), items, self.is_divided)
+        with refuse_draws("collate_fn", self.is_divided):
+            return places, collate_function(self.loader)([samples[position] for position in part.tolist()])
 
 
 def examine(loader: DataLoader[Any], seed: int) -> tuple[str | None, bool]:

@@ -54,12 +54,6 @@ class TrainingLoaders:
         self.has_one_size = len(self.sources) == 1 and not is_given
         for source in self.sources:
             _check(source, loaders.method)
-        is_even = all(division.weight(source.batch_size) == 1 for source in self.sources)
-        if len(self.sources) > 1 and not is_even:
-            raise UserError(
-                f"{loaders.method}: the processes have different numbers of samples of one of its loaders: set "
-                "batch sizes that divide among them, or bit_exact=true"
-            )
 
     @cached_property
     def steps(self) -> int | None:
@@ -139,8 +133,8 @@ def combine(of_loaders: Sequence[StepParts | None], structure: TreeSpec) -> Step
     combined = StepParts()
     if len({part.weight for parts in of_loaders if parts for part in parts}) > 1:
         raise UserError(
-            "the loaders of a step divide unevenly among the processes, so its loss has no one weight: set batch sizes "
-            "that divide among them, or bit_exact=true"
+            "the loaders of a step divide unevenly among the processes, which have different numbers of samples of one "
+            "of its loaders: set batch sizes that divide among them, or bit_exact=true"
         )
     for parts in zip(*(parts or repeat(None) for parts in of_loaders), strict=False):
         first = next(part for part in parts if part)

@@ -266,8 +266,7 @@ class RandomNumbers(L.Callback):
     def on_after_backward(self, *_: Any) -> None:
         sample_random.check()
 
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        sample_random.check()  # a module with optimization of its own may call `backward` of the loss itself
+    on_before_optimizer_step = on_after_backward  # a module with manual optimization may call `backward` of the loss
 
     def on_train_batch_end(self, *_: Any) -> None:
         sample_random.end()
@@ -282,11 +281,10 @@ class RandomNumbers(L.Callback):
     on_test_batch_start = on_validation_batch_start
     on_test_batch_end = on_validation_batch_end
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         release()
 
-    def on_exception(self, *_: Any) -> None:
-        release()
+    on_exception = teardown
 
     def _seed(self, *parts: int) -> int:
         return int(hash_ints(self.seed, *parts)) % 2**62  # its successors are seeds as well
