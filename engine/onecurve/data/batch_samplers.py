@@ -3,7 +3,7 @@
 Lightning counts its limits in batches of a rank, whose size depends on the number of ranks.
 
 Here a sample has a position in its global batch, a place in the order of its epoch, and an index in the dataset, which
-`loader.py` and datasets call its position there.
+`rank_loader.py` and datasets call its position there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +12,7 @@ from functools import cache
 from itertools import accumulate, repeat
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Sampler
 
@@ -107,13 +108,13 @@ class EvaluationBatches(Sampler[Tensor]):
     def __init__(
         self, order: Tensor, batch_size: int, parallel: DataParallelInfo, ranks: Sequence[int] | None = None
     ) -> None:
-        shares, num_samples = parallel.shares or [1] * parallel.dp_size, len(order)
-        self.order, self.num_samples = order, num_samples
+        shares = parallel.shares or (1,) * parallel.dp_size
+        self.order, self.num_samples = order, len(order)
         self.samples_per_round, self.share = sum(shares), shares[parallel.dp_rank]
-        ranks = [parallel.dp_rank] if ranks is None else ranks
-        self.firsts = torch.tensor([sum(shares[:rank]) for rank in ranks])  # of these ranks in a round
-        self.batches = -(-num_samples // (max(1, batch_size // self.samples_per_round) * self.samples_per_round))
-        self.rounds = -(-num_samples // max(1, self.batches * self.samples_per_round))
+        self.firsts = [sum(shares[:rank]) for rank in ranks or [parallel.dp_rank]]  # of these ranks in a round
+        self.total_rounds = -(-len(order) // self.samples_per_round)
+        self.batches = -(-self.total_rounds // max(1, batch_size // self.samples_per_round))
+        self.rounds = -(-self.total_rounds // max(1, self.batches))
 
     def __len__(self) -> int:
         return self.batches * len(self.firsts)
@@ -125,21 +126,20 @@ class EvaluationBatches(Sampler[Tensor]):
         """Return the weight of each batch: an evaluation counts the samples."""
         return repeat(1.0)
 
-    def places(self) -> Tensor:
-        """Return places in the order, (batches, n), and -1 for padding: one batch of a rank per row."""
-        # The first batches have a round less, so a batch begins earlier by the number of those before it.
-        shorter = self.batches * self.rounds - -(-self.num_samples // self.samples_per_round)
-        batch = torch.arange(self.batches)[:, None]
-        first = batch * self.rounds - batch.clamp(max=shorter)
-        rounds = first + torch.arange(self.rounds)  # (batches, rounds)
-        rounds[:shorter, self.rounds - 1 :] = self.num_samples  # beyond the samples
-        own = self.firsts[:, None] + torch.arange(self.share)  # (ranks, samples of a round)
-        positions = (rounds[:, None, :, None] * self.samples_per_round + own[:, None]).flatten(2).flatten(0, 1)
-        return torch.where(positions < self.num_samples, positions, -1)
+    def places(self) -> list[Tensor]:
+        """Return places in the order, and -1 for padding: one batch of a rank each."""
+        missing = self.total_rounds * self.samples_per_round - self.num_samples
+        places = F.pad(torch.arange(self.num_samples), (0, missing), value=-1)
+        rounds = places.view(self.total_rounds, self.samples_per_round)
+        shorter = self.batches * self.rounds - self.total_rounds
+        sizes = [self.rounds - 1] * shorter + [self.rounds] * (self.batches - shorter)
+        own = [batch[:, first : first + self.share] for batch in rounds.split(sizes) for first in self.firsts]
+        return [F.pad(rows, (0, 0, 0, self.rounds - len(rows)), value=-1).flatten() for rows in own]
 
-    def table(self) -> Tensor:
+    def table(self) -> list[Tensor]:
         """Return the indices in the dataset at these places, and -1 for padding."""
-        return torch.cat([self.order, torch.tensor([-1])])[self.places()]
+        padded = torch.cat([self.order, torch.tensor([-1])])
+        return [padded[places] for places in self.places()]
 
     def check_no_rank_is_empty(self, split: str, parts: int | None = None) -> None:
         """Check that each batch of each rank has a sample.
@@ -159,13 +159,13 @@ class EvaluationBatches(Sampler[Tensor]):
             )
 
 
-def apply_limit(option: str, limit: int | float | None, available: int, unit: int = 1) -> int:
-    """Return how many of the `available` steps or samples a limit leaves.
+def apply_limit(option: str, limit: int | float | None, available: int | None, unit: int = 1) -> int | None:
+    """Return how many of the `available` steps or samples a limit leaves; None for all of a stream without a length.
 
     Args:
         option: the name of the option, for error messages.
         limit: an integer number of units, a fraction of `available` from 0 to 1, or None for no limit.
-        available: the number of steps or samples.
+        available: the number of steps or samples; None for those of a stream that does not tell its length.
         unit: the number of steps or samples in one unit of an integer limit.
 
     Raises:
@@ -177,22 +177,14 @@ def apply_limit(option: str, limit: int | float | None, available: int, unit: in
     is_fraction = isinstance(limit, float) and 0 <= limit <= 1
     if not (is_count or is_fraction):
         raise UserError(f"{option}={limit}: set a number of batches of data.batch_size, or a fraction such as 0.5")
+    if available is None:
+        if limit < 1 and is_fraction:
+            raise UserError(f"{option}={limit}, but a stream has no length: set a number of batches")
+        return int(limit) if is_count else None
     count = min(available, int(limit) * unit) if is_count else int(available * limit)
     if limit and available and not count:
         raise UserError(f"{option}={limit} leaves nothing of {available}: set a larger value")
     return count
-
-
-def limit_without_length(option: str, limit: int | float | None) -> int | None:
-    """Return a limit of the batches of a stream that does not tell its length; None for no limit.
-
-    Raises:
-        UserError: if it is a fraction, or no limit at all.
-    """
-    if isinstance(limit, float) and limit < 1:
-        raise UserError(f"{option}={limit}, but a stream has no length: set a number of batches")
-    apply_limit(option, limit, available=1)
-    return limit if isinstance(limit, int) else None
 
 
 def total_steps(max_epochs: int | None, max_steps: int, steps_per_epoch: int) -> int:

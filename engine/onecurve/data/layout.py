@@ -138,14 +138,13 @@ class BatchLayout:
         batch, parts = self.batch_size, self.micro_batches * (2 if self.has_pairs else 1)
         if batch % parts == 0:
             return
-        below = batch // parts * parts
-        sizes = f"{below} or {below + parts}" if below else f"{parts}"
         divisors = [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
         if self.has_pairs:
             divisors.append("pairs of samples, which data.augment.mixup and cutmix mix")
         raise UserError(
-            f"data.batch_size={batch} does not divide over {' of '.join(divisors)}: set data.batch_size={sizes}, or "
-            "change trainer.accumulate_grad_batches or the number of micro-batches"
+            f"data.batch_size={batch} does not divide over {' of '.join(divisors)}: set "
+            f"data.batch_size={_multiples(batch, parts)}, or change trainer.accumulate_grad_batches or the number of "
+            "micro-batches"
         )
 
     @property
@@ -228,6 +227,12 @@ class BatchLayout:
         return own[np.argsort(self._groups[own], kind="stable")]
 
 
+def _multiples(batch_size: int, divisor: int) -> str:
+    """Return the sizes nearest to a batch size that a number divides."""
+    below = batch_size // divisor * divisor
+    return f"{below} or {below + divisor}" if below else f"{divisor}"
+
+
 def virtual_layouts(
     batch_size: int, parallel: DataParallelInfo, count: int, has_pairs: bool = False
 ) -> list[BatchLayout]:
@@ -239,11 +244,10 @@ def virtual_layouts(
     samples = 2 * count if has_pairs else count
     if count & (count - 1):
         raise UserError(f"bit_exact=true: virtual_ranks={count} must be a power of two")
-    if rest := batch_size % samples:
-        sizes = [size for size in (batch_size - rest, batch_size - rest + samples) if size]
+    if batch_size % samples:
         raise UserError(
             f"bit_exact=true: {samples} must divide data.batch_size={batch_size}, for virtual_ranks={count}: set the "
-            f"batch size {' or '.join(map(str, sizes))}, or other virtual_ranks"
+            f"batch size {_multiples(batch_size, samples)}, or other virtual_ranks"
         )
     if not all(parallel.virtual_ranks(count, rank) for rank in range(parallel.dp_size)):
         raise UserError(

@@ -10,13 +10,12 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from onecurve.data.batch import Batch, StepPart, StepParts, batch_of_hooks, constant_weights
+from onecurve.data.batch import Batch, StepPart, StepParts, batch_of_hooks, combine, constant_weights
 from onecurve.data.batch_samplers import total_steps
-from onecurve.data.evaluation_loaders import EvaluationLoaders
 from onecurve.data.layout import BatchLayout, DataParallelInfo, Division, OneProcess, alone, data_parallel_info
-from onecurve.data.loader import examples, loaders_of
+from onecurve.data.loaders import EvaluationLoaders, TrainingLoaders, loaders_of
 from onecurve.data.module_data import ModuleTrainer
-from onecurve.data.training_loaders import TrainingLoaders
+from onecurve.data.rank_loader import examples
 from onecurve.errors import UserError
 from onecurve.patches.torch import tree_leaves
 from onecurve.random.hashing import hash_ints
@@ -162,9 +161,9 @@ class OrderedData(L.LightningDataModule):
     def predict_dataloader(self) -> Any:
         return self._evaluation["predict"].of_rank(self._device)
 
-    def on_before_batch_transfer(self, batch: StepParts, dataloader_idx: int) -> StepParts:
-        """Call the hook of the DataModule, or that of the module, with the generators seeded for each part."""
-        return batch.map(self._call_hook, "on_before_batch_transfer", dataloader_idx)
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> StepParts:
+        """Call the hook of the DataModule, or that of the module, for each part of what a loader or several yield."""
+        return combine(batch).map(self._call_hook, "on_before_batch_transfer", dataloader_idx)
 
     def transfer_batch_to_device(self, batch: StepParts, device: torch.device, dataloader_idx: int) -> StepParts:
         return batch.map(self._transfer, device, dataloader_idx)
@@ -241,8 +240,9 @@ class OrderedData(L.LightningDataModule):
     @property
     def steps_per_epoch(self) -> int | None:
         """Number of optimizer steps per epoch; None if a stream without a length ends it."""
-        assert self._training
-        return self._training.steps
+        if self._training is None:  # a module asks while it makes its datasets
+            self._take_loaders("train")
+        return cast(TrainingLoaders, self._training).steps
 
     @property
     def total_steps(self) -> int:
@@ -265,12 +265,6 @@ class OrderedData(L.LightningDataModule):
         if steps is None:
             return trainer.max_steps if trainer.max_steps != -1 else None
         return total_steps(trainer.max_epochs, trainer.max_steps, steps)
-
-    def count_steps(self) -> int:
-        """Return `total_steps` to a module that asks for it while it makes its datasets."""
-        if self._training is None:
-            self._take_loaders("train")
-        return self.total_steps
 
     def evaluates(self, name: str) -> bool:
         """Return whether `val` or `test` has samples."""
@@ -340,7 +334,7 @@ class OrderedData(L.LightningDataModule):
             self._evaluation[name] = EvaluationLoaders(name, loaders, self.division, self.run_seed, limit)
         elif loaders.leaves:
             self._training = TrainingLoaders(loaders, self.division, self.run_seed, limit)
-            self.layout = self._training.layouts[0]
+            self.layout = self._training.layout
 
     def _check_training(self) -> None:
         assert self._training

@@ -24,7 +24,7 @@ from onecurve.checkpoint.io import is_plain
 from onecurve.data.batch import StepParts, as_part
 from onecurve.data.batch_samplers import EpochStart
 from onecurve.data.layout import alone
-from onecurve.data.loader import collate_function, errors_of_workers, worker_options, yields_batches
+from onecurve.data.rank_loader import collate_function, errors_of_workers, worker_options, yields_batches
 from onecurve.errors import UserError
 from onecurve.network.object_state import are_equal
 from onecurve.patches.torch import tree_leaves

@@ -266,7 +266,8 @@ class RandomNumbers(L.Callback):
     def on_after_backward(self, *_: Any) -> None:
         sample_random.check()
 
-    on_before_optimizer_step = on_after_backward  # a module with manual optimization may call `backward` of the loss
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        sample_random.check()  # a module with optimization of its own may call `backward` of the loss itself
 
     def on_train_batch_end(self, *_: Any) -> None:
         sample_random.end()

@@ -26,8 +26,9 @@ from torch.utils.data import (
 
 from onecurve.data.batch_samplers import TrainingBatches
 from onecurve.data.layout import Division
-from onecurve.data.loader import RankLoader, epoch_order
 from onecurve.data.ordered_data import OrderedData
+from onecurve.data.orders import epoch_order
+from onecurve.data.rank_loader import RankLoader
 from onecurve.errors import UserError
 from onecurve.identity.fingerprint import _bytes_of
 from onecurve.run.experiment import run_experiment

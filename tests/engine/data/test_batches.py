@@ -43,6 +43,10 @@ def evaluation(count: int, batch: int, shares: tuple[int, ...], rank: int, *rank
     return EvaluationBatches(torch.arange(50, 50 + count), batch, parallel, ranks or None)
 
 
+def lists(batches: list[Tensor]) -> list[list[int]]:
+    return [batch.tolist() for batch in batches]
+
+
 def test_another_epoch_begins_at_its_first_step() -> None:
     place = EpochStart()
     assert (place.epoch, place.start) == (0, 0)
@@ -79,7 +83,7 @@ def test_a_large_epoch_keeps_its_start() -> None:
 )
 def test_training_batches_of_a_rank(positions: list[list[int]], expected: list[list[int]]) -> None:
     batches = training(positions)
-    assert [batch.tolist() for batch in batches] == [rows.tolist() for rows in batches.table()] == expected
+    assert [batch.tolist() for batch in batches] == lists(batches.table()) == expected
     assert len(batches) == len(expected)
 
 
@@ -95,7 +99,7 @@ def test_a_resumed_epoch_begins_at_its_start(start: int, expected: list[int]) ->
 def test_training_batches_of_the_next_epoch() -> None:
     batches = training([[0, 3]])
     batches.set_epoch(1)
-    assert [rows.tolist() for rows in batches.table()] == [[200, 203], [204, 207]]
+    assert lists(batches.table()) == [[200, 203], [204, 207]]
 
 
 def test_weights_of_training_batches() -> None:
@@ -105,7 +109,7 @@ def test_weights_of_training_batches() -> None:
 
 def test_given_batches_are_divided_by_positions() -> None:
     batches = TrainingBatches(given, EVENS, steps=3)
-    assert [places.tolist() for places in batches.places()] == [[0, 2], [4], [6, 8]]
+    assert lists(batches.places()) == [[0, 2], [4], [6, 8]]
     assert [batch.tolist() for batch in batches] == [[5, 7], [9], [1, 3]]
     assert list(batches.weights()) == [2 * 2 / 4, 1 * 2 / 2, 2 * 2 / 3]
     assert len(batches) == 3
@@ -135,7 +139,7 @@ def test_one_given_batch_in_an_epoch() -> None:
 def test_given_batches_of_a_resumed_epoch(start: int, steps: int, expected: list[list[int]]) -> None:
     batches = TrainingBatches(given, EVENS, steps=steps)
     batches.start = start
-    assert [batch.tolist() for batch in batches.table()] == expected
+    assert lists(batches.table()) == expected
     assert len(list(batches.weights())) == len(expected)
 
 
@@ -169,7 +173,7 @@ def test_given_batches_are_one_virtual_rank_by_default() -> None:
 )
 def test_evaluation_batches(count: int, batch: int, shares: tuple[int, ...], expected: list[list[list[int]]]) -> None:
     ranks = [evaluation(count, batch, shares, rank) for rank in range(len(shares))]
-    assert [rank.table().tolist() for rank in ranks] == expected
+    assert [lists(rank.table()) for rank in ranks] == expected
     assert [[rows.tolist() for rows in rank] for rank in ranks] == expected
     assert [len(rank) for rank in ranks] == [len(table) for table in expected]
 
@@ -183,14 +187,14 @@ def test_evaluation_without_a_sample_has_no_batch() -> None:
 
 def test_one_process_evaluates_the_batches_of_several_ranks_in_turn() -> None:
     batches = evaluation(7, 4, (1, 1), 0, 0, 1)
-    assert batches.table().tolist() == [[50, 52], [51, 53], [54, 56], [55, -1]]
+    assert lists(batches.table()) == [[50, 52], [51, 53], [54, 56], [55, -1]]
     assert len(batches) == 4
-    assert batches.places().tolist() == [[0, 2], [1, 3], [4, 6], [5, -1]]
-    assert evaluation(7, 4, (1, 1), 0, 1).table().tolist() == [[51, 53], [55, -1]]
+    assert lists(batches.places()) == [[0, 2], [1, 3], [4, 6], [5, -1]]
+    assert lists(evaluation(7, 4, (1, 1), 0, 1).table()) == [[51, 53], [55, -1]]
 
 
 def test_equal_shares_are_the_default_in_evaluation() -> None:
-    assert EvaluationBatches(torch.arange(4), 4, DataParallelInfo(2, 1)).table().tolist() == [[1, 3]]
+    assert lists(EvaluationBatches(torch.arange(4), 4, DataParallelInfo(2, 1)).table()) == [[1, 3]]
 
 
 def test_an_evaluation_counts_the_samples() -> None:
@@ -238,4 +242,4 @@ def test_a_batch_of_two_rounds_or_more_leaves_no_rank_empty(shares: tuple[int, .
         for batch in range(2 * sum(shares), 40):
             evaluation(count, batch, shares, 0).check_no_rank_is_empty("val")
             for rank in range(len(shares)):
-                assert evaluation(count, batch, shares, rank).table().ge(0).any(1).all()
+                assert all(rows.ge(0).any() for rows in evaluation(count, batch, shares, rank).table())

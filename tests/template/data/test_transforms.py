@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from onecurve.data.batch_samplers import TrainingBatches
 from onecurve.data.layout import DataParallelInfo, Division
-from onecurve.data.loader import RankLoader
+from onecurve.data.rank_loader import RankLoader
 from onecurve.errors import UserError
 from onecurve.random.hashing import permutation
 from src.data.images import ImageSet, ImageSplit, TransformedSplit, join

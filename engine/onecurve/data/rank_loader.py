@@ -1,33 +1,32 @@
-"""The loader of a rank: its part of each batch of a torch DataLoader, which is taken apart."""
+"""The loader of a rank: its part of each batch of a torch DataLoader, which is taken apart.
+
+The samples are fetched with the generators seeded for each, collated, and counted in what that makes.
+"""
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import lightning as L
 import torch
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, default_collate, get_worker_info
 
 from onecurve.data.batch import StepParts, as_part
 from onecurve.data.batch_samplers import EvaluationBatches, TrainingBatches
-from onecurve.data.layout import alone
-from onecurve.data.sampler_draws import draw, is_repeatable
-from onecurve.data.samples import SampleAxis, SeededSamples, find_sample_axis, makes_batches
+from onecurve.data.orders import has_given_batches, is_repeatable, order_of
 from onecurve.errors import UserError
 from onecurve.network.object_state import are_equal
-from onecurve.patches.lightning_loops import combination_mode
-from onecurve.patches.torch import TreeSpec, tree_flatten
+from onecurve.patches.torch import leaves_with_paths, tree_leaves
 from onecurve.process import signals
-from onecurve.random.hashing import hash_ints, permutation
-from onecurve.random.seeding import seed_generators
+from onecurve.random.hashing import hash_ints
+from onecurve.random.seeding import refuse_draws, seed_generators
 
 _log = logging.getLogger(__name__)
 _PROBED, _PROBED_PAIRS = 8, 4  # samples
@@ -107,6 +106,74 @@ class _KeyedBatches(Sampler[Tensor]):
             yield batch if self.keep_padding else batch[:, batch[0] >= 0]
 
 
+class SampleAxis(NamedTuple):
+    """Which size of a batch is its number of samples, or a multiple: dimension `dim` of the tensor number `leaf`."""
+
+    leaf: int
+    dim: int
+    per_sample: int
+
+    def samples_in(self, batch: Any) -> float:
+        """Return the number of samples in a batch."""
+        return tree_leaves(batch)[self.leaf].shape[self.dim] / self.per_sample
+
+
+@dataclass(eq=False)
+class SeededSamples(Dataset[Any]):
+    """Fetches batches: the positions of n samples, (n,), and what `collate` makes of the samples.
+
+    The global generators of torch, NumPy and Python are seeded with each sample's key before it is fetched, and with
+    that of the first sample before they are collated. Workers have no state: the key comes with the position.
+
+    Args:
+        dataset: the samples.
+        collate: makes a batch of samples.
+        is_divided: whether other ranks or micro-batches hold parts of the same global batch, so that `collate` must not
+            draw random numbers nor change the number of samples.
+        axis: what has the number of samples in a batch, if it is known.
+    """
+
+    dataset: Any
+    collate: Callable[[list[Any]], Any]
+    is_divided: bool = False
+    axis: SampleAxis | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, samples: Tensor) -> tuple[Tensor, Any]:
+        """Fetch the samples of (2, n) positions and keys; a dataset that has `batches` does so itself."""
+        positions, keys = samples
+        if makes_batches(self.dataset):
+            return positions, next(iter(self.dataset.batches(positions[None])))
+        with isolate_rng(include_cuda=False) if get_worker_info() is None else nullcontext():
+            items = []
+            for position, key in samples.T.tolist():
+                seed_generators(key)
+                items.append(self._fetch(position))
+            seed_generators(int(keys[0]))
+            with refuse_draws("collate_fn", self.is_divided):
+                batch = self.collate(items)
+            made = self.axis.samples_in(batch) if self.is_divided and self.axis else len(items)
+            if made != len(items):
+                raise UserError(
+                    f"collate_fn makes a batch of {made:g} samples from {len(items)}, so the curve would depend on the "
+                    "number of processes: leave samples out in the dataset, or set bit_exact=true"
+                )
+            return positions, batch
+
+    def _fetch(self, position: int) -> Any:
+        try:
+            return self.dataset[position]
+        except Exception as error:
+            if not isinstance(error, UserError) and hasattr(error, "add_note"):  # Python 3.10 has no notes
+                dataset = self.dataset
+                while isinstance(dataset, Subset):
+                    dataset, position = dataset.dataset, dataset.indices[position]
+                error.add_note(f"This is sample {position} of {type(dataset).__name__}.")
+            raise
+
+
 def _fetch(
     loader: DataLoader[Any], samples: SeededSamples, batches: Iterable[Tensor], workers: int, **options: Any
 ) -> DataLoader[Any]:
@@ -121,14 +188,15 @@ def _fetch(
 
 
 def _probe(
-    loader: DataLoader[Any], batches: Iterable[Tensor], collate: Callable[[list[Any]], Any] | None = None
+    loader: DataLoader[Any], batches: Iterable[Tensor], seed: int, collate: Callable[[list[Any]], Any] | None = None
 ) -> DataLoader[Any]:
-    """Return a loader of batches that are fetched apart from training.
+    """Return a loader of batches of (n,) positions, which are fetched apart from training.
 
     They need a worker, if training has some: this process would open files that workers then share with each other.
     """
     samples = SeededSamples(loader.dataset, collate or collate_function(loader))
-    return _fetch(loader, samples, batches, min(1, loader.num_workers))
+    keyed = [torch.stack([positions, hash_ints(seed, 0, positions)]) for positions in batches]
+    return _fetch(loader, samples, keyed, min(1, loader.num_workers))
 
 
 def worker_options(loader: DataLoader[Any], workers: int) -> dict[str, Any]:
@@ -157,7 +225,7 @@ def errors_of_workers() -> Iterator[None]:
 def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
     """Refuse a sampler, and warn of a dataset, with random numbers that the keys do not determine."""
     sampler = loader.batch_sampler if has_given_batches(loader) else loader.sampler
-    if not (_is_shuffling(sampler) or is_repeatable(sampler, seed, loader.dataset, has_given_batches(loader))):
+    if not is_repeatable(sampler, seed, loader.dataset, has_given_batches(loader)):
         raise UserError(
             f"{method}: {type(sampler).__name__} has a random generator of its own, so each process would have "
             "another order: let it draw from the global generator of torch, NumPy or Python"
@@ -165,9 +233,7 @@ def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
     if makes_batches(loader.dataset):
         return
     count = 1 if yields_batches(loader) else min(_PROBED, len(loader.dataset))  # type: ignore[arg-type]
-    positions = torch.arange(count)
-    batch = torch.stack([positions, hash_ints(seed, 0, positions)])
-    (_, first), (_, again) = _probe(loader, [batch, batch])
+    (_, first), (_, again) = _probe(loader, [torch.arange(count)] * 2, seed)
     if not are_equal(first, again):
         _log.warning(
             "%s: a sample fetched twice differs, although torch, NumPy and Python are seeded alike. %s has a random "
@@ -175,6 +241,25 @@ def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
             "from the global generators instead",
             *(method, type(loader.dataset).__name__),
         )
+
+
+def find_sample_axis(pairs: Sequence[Any], singles: Sequence[Any]) -> SampleAxis | None:
+    """Compare batches of two samples with batches of one: the size that doubles most often is the number of samples.
+
+    Of several sizes it is one that is the number itself, as texts that are concatenated may have equal lengths. None if
+    no size doubles more than once, by which a padded length might do so by chance.
+    """
+    doubled = Counter[SampleAxis]()
+    for pair, single in zip(pairs, singles, strict=True):
+        leaves = zip(leaves_with_paths(pair), leaves_with_paths(single), strict=False)
+        for leaf, ((path, two), (other, one)) in enumerate(leaves):
+            if path != other:  # a list of samples shifts the leaves behind it
+                continue
+            sizes = zip(getattr(two, "shape", ()), getattr(one, "shape", ()), strict=False)
+            doubled.update(SampleAxis(leaf, dim, b) for dim, (a, b) in enumerate(sizes) if b and a == 2 * b)
+    rated = doubled.items()
+    axis, times = max(rated, key=lambda item: (item[1], item[0].per_sample == 1), default=(None, 0))
+    return axis if times > 1 else None
 
 
 def sample_axis(loader: DataLoader[Any], order: Tensor | list[Tensor], seed: int) -> SampleAxis | None:
@@ -190,9 +275,8 @@ def sample_axis(loader: DataLoader[Any], order: Tensor | list[Tensor], seed: int
     if not len(pairs):
         return None
     chosen = torch.linspace(0, len(pairs) - 1, _PROBED_PAIRS, dtype=torch.float64).long().unique().tolist()
-    keyed = [torch.stack([pairs[number], hash_ints(seed, 0, pairs[number])]) for number in chosen]
-    small = [pair[:, :size] for pair in keyed for size in (2, 1)]
-    made = [batch for _, batch in _probe(loader, small, partial(_collate_if_possible, collate_function(loader)))]
+    small = [pairs[number][:size] for number in chosen for size in (2, 1)]
+    made = [batch for _, batch in _probe(loader, small, seed, partial(_collate_if_possible, loader.collate_fn))]
     return find_sample_axis(made[::2], made[1::2])
 
 
@@ -222,73 +306,20 @@ def examples(loader: DataLoader[Any], spans: Sequence[tuple[int, int]], seed: in
     for first, last in spans:
         numbers = torch.arange(first, first + 1 if yields_batches(loader) else last)
         if isinstance(order, Tensor):
-            positions = order[hash_ints(seed, numbers) % len(order)]
+            batches.append(order[hash_ints(seed, numbers) % len(order)])
         else:
-            positions = order[0][numbers % len(order[0])]
-        batches.append(torch.stack([positions, positions]))
-    return [StepParts([as_part(*batch)]) for batch in _probe(loader, batches)]
+            batches.append(order[0][numbers % len(order[0])])
+    return [StepParts([as_part(*batch)]) for batch in _probe(loader, batches, seed)]
 
 
-class Loaders(NamedTuple):
-    """The loaders that a method returned.
-
-    Attributes:
-        method: the method, for error messages.
-        leaves: the loaders.
-        structure: the collection whose leaves they are.
-        mode: that of a `CombinedLoader`; Lightning's default for anything else.
-    """
-
-    method: str
-    leaves: list[DataLoader[Any]]
-    structure: TreeSpec
-    mode: str
-
-
-def loaders_of(plain: L.LightningDataModule, name: str, seed: int) -> Loaders:
-    """Return the loaders of `train`, `val`, `test` or `predict` of a DataModule, made with generators of this seed.
-
-    Raises:
-        UserError: if a loader hides which samples there are, or the loaders cannot be combined.
-    """
-    method, returned = f"{type(plain).__name__}.{name}_dataloader", None
-    if is_overridden(f"{name}_dataloader", plain, L.LightningDataModule):
-        with isolate_rng(include_cuda=False), alone():
-            seed_generators(seed)
-            returned = getattr(plain, f"{name}_dataloader")()
-    collection, mode = returned, "max_size_cycle" if name == "train" else "sequential"
-    if isinstance(returned, CombinedLoader):
-        collection, mode = returned.iterables, combination_mode(returned)
-    leaves, structure = tree_flatten([] if collection is None else collection)
-    if (mode == "sequential") == (name == "train"):
-        raise UserError(
-            f"{method} combines loaders in the mode {mode}: "
-            + ("training takes a batch of each" if name == "train" else "an evaluation takes one after the other")
-        )
-    for loader in leaves:
-        _check_loader(loader, method)
-    return Loaders(method, leaves, structure, mode)
-
-
-def _check_loader(loader: Any, method: str) -> None:
-    """Check that the dataset of a loader, and not the loader, decides which samples there are."""
-    if not isinstance(loader, DataLoader):
-        raise UserError(f"{method} returns {type(loader).__name__}: return a torch DataLoader")
-    # litdata's own __iter__ counts the samples for its state.
-    if type(loader).__iter__ is not DataLoader.__iter__ and type(loader).__module__.partition(".")[0] != "litdata":
-        raise UserError(f"{method}: {type(loader).__name__} has an __iter__ of its own: return a torch DataLoader")
-    if hasattr(loader.sampler, "num_replicas"):
-        raise UserError(f"{method} has a {type(loader.sampler).__name__}: leave it out, ranks share the data anyway")
+def makes_batches(dataset: Any) -> bool:
+    """Return whether a dataset makes batches of positions itself (`RankLoader`)."""
+    return hasattr(dataset, "batches") and hasattr(dataset, "move_to")
 
 
 def yields_batches(loader: DataLoader[Any]) -> bool:
     """Return whether the dataset of a loader yields batches, because the loader has `batch_size=None`."""
     return loader.batch_size is None and loader.batch_sampler is None
-
-
-def has_given_batches(loader: DataLoader[Any]) -> bool:
-    """Return whether a `batch_sampler` of the user's gives the batches of a loader."""
-    return loader.batch_size is None and loader.batch_sampler is not None
 
 
 def collate_function(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
@@ -299,29 +330,6 @@ def collate_function(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
 def _convert_only(convert: Callable[[Any], Any], batches: list[Any]) -> Any:
     (batch,) = batches
     return convert(batch)
-
-
-def order_of(loader: DataLoader[Any], seed: int, epoch: int) -> Tensor | list[Tensor]:
-    """Return the (n,) positions of an epoch in order, or those of each batch if a `batch_sampler` gives them."""
-    if has_given_batches(loader):
-        return draw(loader.batch_sampler, seed, epoch, loader.dataset, has_batches=True)
-    return epoch_order(loader.sampler, seed, epoch, loader.dataset)
-
-
-def epoch_order(sampler: Any, seed: int, epoch: int, dataset: Any = None) -> Tensor:
-    """Return the (n,) positions of an epoch in the order of a user's sampler.
-
-    Shuffling is the project's own. Other samplers draw from torch's global generator, or one of their own, seeded with
-    a hash of (seed, epoch); so a weighted sampler, too, has the same order on any hardware and after a restart.
-    """
-    if _is_shuffling(sampler):
-        return permutation(len(sampler.data_source), seed, epoch)[: len(sampler)]
-    return cast(Tensor, draw(sampler, seed, epoch, dataset))
-
-
-def _is_shuffling(sampler: Any) -> bool:
-    """Return whether a sampler is the one of `shuffle=True`."""
-    return type(sampler) is RandomSampler and not sampler.replacement and len(sampler) <= len(sampler.data_source)
 
 
 def _init_worker(function: Callable[[int], Any] | None, worker: int) -> None:

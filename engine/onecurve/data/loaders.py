@@ -1,32 +1,86 @@
-"""The loaders of the training data: each is divided alike into the parts of a step, whatever kind of loader it is."""
+"""The loaders that a DataModule returns, and their division among the ranks, whatever kind of loader each is.
 
-from collections.abc import Iterator, Sequence
+The batches of training loaders are divided into the parts of a step. In an evaluation each sample has one of the ranks.
+"""
+
+from collections.abc import Sequence
 from functools import cached_property, lru_cache, partial
-from itertools import repeat, zip_longest
-from typing import Any, cast
+from itertools import repeat
+from typing import Any, NamedTuple, cast
 
+import lightning as L
 import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from onecurve.data.batch import StepParts
-from onecurve.data.batch_samplers import TrainingBatches, apply_limit, limit_without_length
-from onecurve.data.layout import Division
-from onecurve.data.loader import (
-    Loaders,
-    RankLoader,
-    check_repeatable,
-    examples,
-    has_given_batches,
-    order_of,
-    yields_batches,
-)
+from onecurve.data.batch import StepParts, combine
+from onecurve.data.batch_samplers import EvaluationBatches, TrainingBatches, apply_limit
+from onecurve.data.layout import DataParallelInfo, Division, alone
+from onecurve.data.orders import has_given_batches, order_of
+from onecurve.data.rank_loader import RankLoader, check_repeatable, examples, makes_batches, yields_batches
 from onecurve.data.streams import StreamLoader, examine, length_of_stream
 from onecurve.errors import UserError
-from onecurve.patches.torch import TreeSpec, tree_unflatten
+from onecurve.patches.lightning_loops import combination_mode
+from onecurve.patches.torch import TreeSpec, tree_flatten, tree_unflatten
 from onecurve.random.hashing import hash_ints
+from onecurve.random.seeding import EVALUATION, seed_generators
 
 _OPTION = "trainer.limit_train_batches"
+
+
+class Loaders(NamedTuple):
+    """The loaders that a method returned.
+
+    Attributes:
+        method: the method, for error messages.
+        leaves: the loaders.
+        structure: the collection whose leaves they are.
+        mode: that of a `CombinedLoader`; Lightning's default for anything else.
+    """
+
+    method: str
+    leaves: list[DataLoader[Any]]
+    structure: TreeSpec
+    mode: str
+
+
+def loaders_of(plain: L.LightningDataModule, name: str, seed: int) -> Loaders:
+    """Return the loaders of `train`, `val`, `test` or `predict` of a DataModule, made with generators of this seed.
+
+    Raises:
+        UserError: if a loader hides which samples there are, or the loaders cannot be combined.
+    """
+    method, returned = f"{type(plain).__name__}.{name}_dataloader", None
+    if is_overridden(f"{name}_dataloader", plain, L.LightningDataModule):
+        with isolate_rng(include_cuda=False), alone():
+            seed_generators(seed)
+            returned = getattr(plain, f"{name}_dataloader")()
+    collection, mode = returned, "max_size_cycle" if name == "train" else "sequential"
+    if isinstance(returned, CombinedLoader):
+        collection, mode = returned.iterables, combination_mode(returned)
+    leaves, structure = tree_flatten([] if collection is None else collection)
+    if (mode == "sequential") == (name == "train"):
+        raise UserError(
+            f"{method} combines loaders in the mode {mode}: "
+            + ("training takes a batch of each" if name == "train" else "an evaluation takes one after the other")
+        )
+    for loader in leaves:
+        _check_loader(loader, method)
+    return Loaders(method, leaves, structure, mode)
+
+
+def _check_loader(loader: Any, method: str) -> None:
+    """Check that the dataset of a loader, and not the loader, decides which samples there are."""
+    if not isinstance(loader, DataLoader):
+        raise UserError(f"{method} returns {type(loader).__name__}: return a torch DataLoader")
+    # litdata's own __iter__ counts the samples for its state.
+    if type(loader).__iter__ is not DataLoader.__iter__ and type(loader).__module__.partition(".")[0] != "litdata":
+        raise UserError(f"{method}: {type(loader).__name__} has an __iter__ of its own: return a torch DataLoader")
+    if hasattr(loader.sampler, "num_replicas"):
+        raise UserError(f"{method} has a {type(loader.sampler).__name__}: leave it out, ranks share the data anyway")
 
 
 class TrainingLoaders:
@@ -38,7 +92,7 @@ class TrainingLoaders:
 
     Attributes:
         batch_size: samples of a global batch of the first loader; of its first batch, if a batch_sampler gives them.
-        layouts: those of the first loader's batches.
+        layout: that of the first loader's batches, or of the first virtual rank in them.
         has_one_size: whether each batch has their size: not of several loaders, nor of a batch_sampler.
     """
 
@@ -50,7 +104,7 @@ class TrainingLoaders:
         is_given = self.sources[0].is_given
         if division.bit_exact and is_given:  # batches of virtual ranks, of any sizes
             size -= size % division.virtual_ranks
-        self.layouts = division.layouts(size)
+        self.layout = division.layouts(size)[0]
         self.has_one_size = len(self.sources) == 1 and not is_given
         for source in self.sources:
             _check(source, loaders.method)
@@ -68,15 +122,19 @@ class TrainingLoaders:
                 f"{self.loaders.method}: a stream without a length cannot be combined in the mode {self.loaders.mode}: "
                 'give it a __len__, or return CombinedLoader(..., "min_size")'
             )
-        limit = limit_without_length(_OPTION, self.limit)
+        limit = apply_limit(_OPTION, self.limit, None)
         return None if limit is None else min([limit, *known])
 
-    def of_rank(self, device: torch.device) -> "RankLoader | StreamLoader | CombinedRankLoader":
-        """Return the loader of this rank."""
+    def of_rank(self, device: torch.device) -> RankLoader | StreamLoader | CombinedLoader:
+        """Return the loader of this rank.
+
+        Of several, each has as many steps as the epoch; with the mode `max_size` one that has ended gives None.
+        """
         self.rank_loaders = [source.of_rank(self._steps_of(source), device) for source in self.sources]
         if self.loaders.structure.is_leaf():
             return self.rank_loaders[0]
-        return CombinedRankLoader(self.rank_loaders, self.loaders)
+        together = tree_unflatten(self.rank_loaders, self.loaders.structure)
+        return CombinedLoader(together, "max_size" if self.loaders.mode == "max_size" else "min_size")
 
     def resume(self, epoch: int, steps: int, states: Sequence[Any]) -> None:
         """Let the loader of this rank begin after so many steps of an epoch, with the states of streams."""
@@ -95,7 +153,7 @@ class TrainingLoaders:
         for source in self.sources:
             scaled = [[-(-number * source.batch_size // self.batch_size) for number in span] for span in spans]
             of_sources.append(source.examples([(first, max(last, first + 1)) for first, last in scaled]))
-        return [combine(several, self.loaders.structure) for several in zip(*of_sources, strict=True)]
+        return [combine(tree_unflatten(several, self.loaders.structure)) for several in zip(*of_sources, strict=True)]
 
     def _steps_of(self, source: "_Source") -> int | None:
         """Return how many batches of a loader an epoch takes; more than it has if it begins again, None for all."""
@@ -103,44 +161,6 @@ class TrainingLoaders:
             return source.steps
         has_end = self.loaders.mode == "max_size" and source.steps is not None
         return min(self.steps, cast(int, source.steps)) if has_end else self.steps
-
-
-class CombinedRankLoader:
-    """Yields a collection of the batches of several loaders, as `lightning.pytorch.utilities.CombinedLoader` does.
-
-    With the mode `max_size` a loader that has ended gives None; otherwise the loaders have as many steps as the epoch.
-    """
-
-    def __init__(self, rank_loaders: Sequence[RankLoader | StreamLoader], loaders: Loaders) -> None:
-        self.rank_loaders, self.loaders = rank_loaders, loaders
-        self.sampler = self.batch_sampler = self  # Lightning sets the epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        for loader in self.rank_loaders:
-            loader.sampler.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        return (max if self.loaders.mode == "max_size" else min)(map(len, self.rank_loaders))
-
-    def __iter__(self) -> Iterator[StepParts]:
-        together = zip_longest if self.loaders.mode == "max_size" else zip
-        for of_loaders in together(*self.rank_loaders):
-            yield combine(of_loaders, self.loaders.structure)
-
-
-def combine(of_loaders: Sequence[StepParts | None], structure: TreeSpec) -> StepParts:
-    """Return the parts of a step with a collection of the batches of several loaders; None of those that have ended."""
-    combined = StepParts()
-    if len({part.weight for parts in of_loaders if parts for part in parts}) > 1:
-        raise UserError(
-            "the loaders of a step divide unevenly among the processes, which have different numbers of samples of one "
-            "of its loaders: set batch sizes that divide among them, or bit_exact=true"
-        )
-    for parts in zip(*(parts or repeat(None) for parts in of_loaders), strict=False):
-        first = next(part for part in parts if part)
-        batches = [part.batch if part else None for part in parts]
-        combined.append(first._replace(batch=tree_unflatten(batches, structure)))
-    return combined
 
 
 class _Samples:
@@ -211,10 +231,9 @@ class _Stream:
 
     def of_rank(self, steps: int | None, device: torch.device) -> StreamLoader:
         division, size = self.division, self.batch_size
-        per_pass = self.steps if steps is not None and self.steps is not None and steps > self.steps else None
-        weight = division.weight(size)
         return StreamLoader(
-            *(self.loader, size, division.positions, steps, self.seed, division.is_divided, weight, per_pass),
+            *(self.loader, size, division.positions, steps, self.seed, division.is_divided, division.weight(size)),
+            steps_per_pass=self.steps,
             has_exact_state=self.has_exact_state,
         )
 
@@ -256,3 +275,79 @@ def _source(loader: DataLoader[Any], division: Division, seed: int) -> _Source:
 
 def _up_to(places: list[Tensor], count: int) -> list[Tensor]:
     return [of_one[of_one < count] for of_one in places]
+
+
+class EvaluationLoaders:
+    """The loaders of `val`, `test` or `predict`, which are evaluated one after the other.
+
+    Args:
+        name: one of these three.
+        division: the division of training batches, whose ranks share the samples.
+        limit: the limit of global batches; None for all.
+    """
+
+    def __init__(self, name: str, loaders: Loaders, division: Division, seed: int, limit: int | float | None) -> None:
+        self.name, self.leaves, self.division, self.seed, self.limit = name, loaders.leaves, division, seed, limit
+        self._option = f"trainer.limit_{name}_batches"
+        parallel = division.parallel
+        self.parallel, self.ranks = parallel, [parallel.dp_rank]
+        if name == "predict":  # all ranks gather as many predictions
+            self.parallel = DataParallelInfo(parallel.dp_size, parallel.dp_rank)
+        elif division.bit_exact:
+            self.parallel, self.ranks = DataParallelInfo(division.virtual_ranks), list(division.own_virtual_ranks)
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether there are samples to evaluate."""
+        return self.limit != 0 and any(map(self._has_samples, self.leaves))
+
+    def of_rank(self, device: torch.device) -> Any:
+        """Return the loader of this rank, or a list of several."""
+        loaders: list[Any] = []
+        for loader in self.leaves if self.limit != 0 else ():
+            if isinstance(loader.dataset, IterableDataset):
+                loaders.append(self._stream(loader))
+            elif self._has_samples(loader):
+                batches = self._batches(loader)
+                loaders.append(RankLoader(loader, batches, self.seed, device, self.division.is_divided))
+        return loaders[0] if len(loaders) == 1 else loaders
+
+    def check(self, takes_batch: bool) -> None:
+        """Check that each rank has a sample in each batch, unless padding has a weight of zero; and can be gathered."""
+        for loader in filter(self._has_samples, self.leaves):
+            may_pad = makes_batches(loader.dataset) and (takes_batch or self.name == "predict")
+            if not may_pad and not isinstance(loader.dataset, IterableDataset):
+                parts = self.division.accumulate if loader.batch_size else None
+                self._batches(loader).check_no_rank_is_empty(self.name, parts)
+
+    def _has_samples(self, loader: DataLoader[Any]) -> bool:
+        if has_given_batches(loader):
+            return len(order_of(loader, self.seed, EVALUATION)) > 0
+        return isinstance(loader.dataset, IterableDataset) or len(cast(Any, loader.sampler)) > 0
+
+    def _batches(self, loader: DataLoader[Any]) -> EvaluationBatches:
+        order, unit = order_of(loader, self.seed, EVALUATION), self._unit(loader)
+        if not isinstance(order, Tensor):
+            order, unit = torch.cat(order), max(map(len, order))
+        count = apply_limit(self._option, self.limit, len(order), unit)
+        # A batch that the dataset has made cannot be joined with another one.
+        size = unit if yields_batches(loader) else unit // self.division.accumulate
+        return EvaluationBatches(order[:count], size, self.parallel, self.ranks)
+
+    def _stream(self, loader: DataLoader[Any]) -> StreamLoader:
+        samples, unit = length_of_stream(loader.dataset), self._unit(loader)
+        steps = apply_limit(self._option, self.limit, None if samples is None else -(-samples // unit))
+        return StreamLoader(loader, unit, self._divide, steps, self.seed, self.division.is_divided, evaluates=True)
+
+    def _divide(self, count: int) -> Sequence[Tensor]:
+        """Return the positions of this rank in so many samples of a stream."""
+        if count < self.parallel.dp_size:
+            raise UserError(
+                f"a batch of {count} samples of the stream of `{self.name}` leaves a process or virtual rank without "
+                f"one: set the loader's batch_size, trainer.limit_{self.name}_batches, or fewer trainer.devices"
+            )
+        return [torch.arange(rank, count, self.parallel.dp_size) for rank in self.ranks]
+
+    def _unit(self, loader: DataLoader[Any]) -> int:
+        """Return the samples of a global batch: as many as ranks, if the dataset makes the batch of each."""
+        return self.parallel.dp_size if yields_batches(loader) else cast(int, loader.batch_size)
