@@ -187,9 +187,14 @@ def apply_limit(option: str, limit: int | float | None, available: int | None, u
     return count
 
 
-def total_steps(max_epochs: int | None, max_steps: int, steps_per_epoch: int) -> int:
-    """Return the number of optimizer steps of a run: that of Lightning's limits which ends it first."""
+def total_steps(max_epochs: int | None, max_steps: int, steps_per_epoch: int | None) -> int | None:
+    """Return the number of optimizer steps of a run: that of Lightning's limits which ends it first.
+
+    It is None if the length of a stream decides it.
+    """
     limits = [max_steps] if max_steps != -1 else []
+    if steps_per_epoch is None:
+        return min(limits, default=None)
     if max_epochs is not None and max_epochs != -1:
         limits.append(max_epochs * steps_per_epoch)
     return min(limits, default=1000 * steps_per_epoch)

@@ -284,10 +284,15 @@ class EvaluationLoaders:
         name: one of these three.
         division: the division of training batches, whose ranks share the samples.
         limit: the limit of global batches; None for all.
+
+    Attributes:
+        leaves: all loaders.
+        filled: those that have samples to evaluate.
     """
 
     def __init__(self, name: str, loaders: Loaders, division: Division, seed: int, limit: int | float | None) -> None:
         self.name, self.leaves, self.division, self.seed, self.limit = name, loaders.leaves, division, seed, limit
+        self.filled = [loader for loader in self.leaves if limit != 0 and self._has_samples(loader)]
         self._option = f"trainer.limit_{name}_batches"
         parallel = division.parallel
         self.parallel, self.ranks = parallel, [parallel.dp_rank]
@@ -296,25 +301,20 @@ class EvaluationLoaders:
         elif division.bit_exact:
             self.parallel, self.ranks = DataParallelInfo(division.virtual_ranks), list(division.own_virtual_ranks)
 
-    @property
-    def has_samples(self) -> bool:
-        """Whether there are samples to evaluate."""
-        return self.limit != 0 and any(map(self._has_samples, self.leaves))
-
     def of_rank(self, device: torch.device) -> Any:
         """Return the loader of this rank, or a list of several."""
         loaders: list[Any] = []
-        for loader in self.leaves if self.limit != 0 else ():
+        for loader in self.filled:
             if isinstance(loader.dataset, IterableDataset):
                 loaders.append(self._stream(loader))
-            elif self._has_samples(loader):
+            else:
                 batches = self._batches(loader)
                 loaders.append(RankLoader(loader, batches, self.seed, device, self.division.is_divided))
         return loaders[0] if len(loaders) == 1 else loaders
 
     def check(self, takes_batch: bool) -> None:
         """Check that each rank has a sample in each batch, unless padding has a weight of zero; and can be gathered."""
-        for loader in filter(self._has_samples, self.leaves):
+        for loader in self.filled:
             may_pad = makes_batches(loader.dataset) and (takes_batch or self.name == "predict")
             if not may_pad and not isinstance(loader.dataset, IterableDataset):
                 parts = self.division.accumulate if loader.batch_size else None

@@ -19,7 +19,7 @@ from onecurve.data.rank_loader import examples
 from onecurve.errors import UserError
 from onecurve.patches.torch import tree_leaves
 from onecurve.random.hashing import hash_ints
-from onecurve.random.seeding import EVALUATION, SETUP, refuse_draws, seed_generators
+from onecurve.random.seeding import SETUP, drawing_epoch, refuse_draws, seed_generators
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _LOADERS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
@@ -116,9 +116,6 @@ class OrderedData(L.LightningDataModule):
             )
         if stage == "fit":
             self._check_training()
-        for name in _LOADERS[stage]:
-            if name != "train":
-                self._evaluation[name].check(self._takes_batch)
 
     def teardown(self, stage: str) -> None:
         self.plain.teardown(stage)
@@ -261,14 +258,11 @@ class OrderedData(L.LightningDataModule):
     @property
     def last_step(self) -> int | None:
         """Number of optimizer steps of the run; None if the length of a stream decides it."""
-        trainer, steps = self.trainer, self.steps_per_epoch
-        if steps is None:
-            return trainer.max_steps if trainer.max_steps != -1 else None
-        return total_steps(trainer.max_epochs, trainer.max_steps, steps)
+        return total_steps(self.trainer.max_epochs, self.trainer.max_steps, self.steps_per_epoch)
 
     def evaluates(self, name: str) -> bool:
         """Return whether `val` or `test` has samples."""
-        return name in self._evaluation and self._evaluation[name].has_samples
+        return name in self._evaluation and bool(self._evaluation[name].filled)
 
     @property
     def has_training_data(self) -> bool:
@@ -332,6 +326,7 @@ class OrderedData(L.LightningDataModule):
         loaders, limit = loaders_of(self.plain, name, seed), self.limits.get(name)
         if name != "train":
             self._evaluation[name] = EvaluationLoaders(name, loaders, self.division, self.run_seed, limit)
+            self._evaluation[name].check(self._takes_batch)
         elif loaders.leaves:
             self._training = TrainingLoaders(loaders, self.division, self.run_seed, limit)
             self.layout = self._training.layout
@@ -365,8 +360,7 @@ class OrderedData(L.LightningDataModule):
         hook = getattr(self.plain if is_own else self._module, name)
         if isinstance(part.batch, Batch):
             return hook(part.batch, *args)
-        epoch = self.trainer.current_epoch if self.trainer.training else EVALUATION
-        key = hash_ints(self.run_seed, epoch, int(part.samples[0]), _HOOKS.index(name))
+        key = hash_ints(self.run_seed, drawing_epoch(self.trainer), int(part.samples[0]), _HOOKS.index(name))
         seed_generators(int(key), self._module.device.type)
         is_users = is_own or is_overridden(name, self._module, L.LightningModule)
         with refuse_draws(name, is_users and self.division.is_divided, self._module.device.type):

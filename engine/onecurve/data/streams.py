@@ -90,8 +90,7 @@ class StreamLoader(EpochStart):
         per_pass = self.steps_per_pass
         first = self.start - self.start % per_pass if per_pass else 0  # of the pass in which the run goes on
         state = self.state if self.start > first else None
-        if state is not None:
-            first = self.start
+        first = first if state is None else self.start
         for step in count(first) if self.steps is None else range(first, self.steps):
             if step == first or (per_pass and step % per_pass == 0):
                 reader = _seeded_samples(self.dataset, self.seed, self.epoch, step * self.batch_size, state)
