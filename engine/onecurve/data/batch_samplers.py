@@ -41,14 +41,14 @@ class TrainingBatches(EpochStart, Sampler[Tensor]):
     `epoch` and `start` are read when the first batch is requested.
 
     Args:
-        batches: maps an epoch to its batches in their order, as indices in the dataset.
+        batches: maps an epoch to its batches in their order, as indices in the dataset; a tensor if they have one size.
         division: the division of each of them among the ranks.
         steps: optimizer steps per epoch.
         per_step: how many of the batches a step takes.
         own: which of them this rank takes.
     """
 
-    batches: Callable[[int], Sequence[Tensor]]
+    batches: Callable[[int], Tensor | Sequence[Tensor]]
     division: Division
     steps: int
     per_step: int = 1
@@ -65,13 +65,13 @@ class TrainingBatches(EpochStart, Sampler[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         yield from self.table()
 
-    def places(self) -> list[Tensor]:
-        """Return the rest of the epoch as places in its order: one batch of this rank each."""
-        return [first + part for first, _, part in self._parts()]
+    def places(self) -> Iterator[Tensor]:
+        """Yield the rest of the epoch as places in its order: one batch of this rank each."""
+        return (first + part for first, _, part in self._parts())
 
-    def table(self) -> list[Tensor]:
-        """Return the indices in the dataset at these places."""
-        return [batch[part] for _, batch, part in self._parts()]
+    def table(self) -> Iterator[Tensor]:
+        """Yield the indices in the dataset at these places."""
+        return (batch[part] for _, batch, part in self._parts())
 
     def weights(self) -> Iterator[float]:
         """Yield the samples of each batch, relative to their mean over the ranks."""
@@ -108,7 +108,7 @@ class EvaluationBatches(Sampler[Tensor]):
     def __init__(
         self, order: Tensor, batch_size: int, parallel: DataParallelInfo, ranks: Sequence[int] | None = None
     ) -> None:
-        shares = parallel.shares or (1,) * parallel.dp_size
+        shares = parallel.all_shares
         self.order, self.num_samples = order, len(order)
         self.samples_per_round, self.share = sum(shares), shares[parallel.dp_rank]
         self.firsts = [sum(shares[:rank]) for rank in ranks or [parallel.dp_rank]]  # of these ranks in a round

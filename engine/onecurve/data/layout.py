@@ -45,12 +45,17 @@ class DataParallelInfo:
     shares: tuple[int, ...] | None = None
     in_turn: bool = False
 
+    @property
+    def all_shares(self) -> tuple[int, ...]:
+        """Relative number of samples of each rank."""
+        return self.shares or (1,) * self.dp_size
+
     def virtual_ranks(self, count: int, rank: int | None = None) -> range:
         """Return which of `count` virtual ranks a rank (this one by default) computes one by one, by its share."""
         rank = self.dp_rank if rank is None else rank
         if self.in_turn:
             return range(rank, count, self.dp_size)
-        shares = self.shares or (1,) * self.dp_size
+        shares = self.all_shares
         first, last = (count * sum(shares[:number]) // sum(shares) for number in (rank, rank + 1))
         return range(first, last)
 
@@ -123,7 +128,7 @@ class BatchLayout:
 
     def __post_init__(self) -> None:
         self._check_divides()
-        shares, size = self._shares, self.parallel.dp_size
+        shares, size = self.parallel.all_shares, self.parallel.dp_size
         if len(shares) != size or any(not isinstance(share, int) or share < 1 for share in shares):
             raise UserError(
                 f"strategy.shares={list(shares)}: give a positive integer for each of the {size} data-parallel ranks"
@@ -200,10 +205,6 @@ class BatchLayout:
         return np.bincount(number_of, minlength=shape[0] * shape[1]).reshape(shape)
 
     @property
-    def _shares(self) -> tuple[int, ...]:
-        return self.parallel.shares or (1,) * self.parallel.dp_size
-
-    @property
     def _groups_per_micro_batch(self) -> int:
         return self.virtual_ranks // self.micro_batches if self.has_whole_groups else 1
 
@@ -211,7 +212,7 @@ class BatchLayout:
     def _ranks(self) -> NDArray[np.int64]:
         """Rank of each position in a micro-batch, (positions,)."""
         size = self.batch_size // self.micro_batches
-        in_turn = np.repeat(np.arange(self.parallel.dp_size), self._shares)
+        in_turn = np.repeat(np.arange(self.parallel.dp_size), self.parallel.all_shares)
         distinct = size // 2 if self.has_pairs else size
         return in_turn[np.arange(size) % distinct % len(in_turn)]
 

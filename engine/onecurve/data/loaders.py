@@ -5,7 +5,7 @@ The batches of training loaders are divided into the parts of a step. In an eval
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache, partial
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, NamedTuple, cast
 
 import lightning as L
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from onecurve.data.batch import StepParts, combine
 from onecurve.data.batch_samplers import EvaluationBatches, TrainingBatches, apply_limit
 from onecurve.data.layout import DataParallelInfo, Division, alone
-from onecurve.data.orders import has_given_batches, order_of
+from onecurve.data.orders import has_given_batches, order_of, sampler_of
 from onecurve.data.rank_loader import RankLoader, check_repeatable, examples, makes_batches, yields_batches
 from onecurve.data.streams import StreamLoader, examine, length_of_stream
 from onecurve.errors import UserError
@@ -199,22 +199,20 @@ class _Samples:
     def examples(self, spans: Sequence[tuple[int, int]]) -> list[StepParts]:
         return examples(self.loader, spans, self.seed)
 
-    def _batches(self, steps: int, epoch: int) -> list[Tensor]:
+    def _batches(self, steps: int, epoch: int) -> Tensor | list[Tensor]:
         """Return the batches of an epoch: as many of each cycle through the loader, of which each has a seed."""
-        batches, count = list[Tensor](), min(steps, self.steps) * self.per_step
+        cycles, count = list[Any](), min(steps, self.steps) * self.per_step
         for cycle in range(-(-steps // self.steps)):
             order = order_of(self.loader, int(hash_ints(self.seed, cycle)) if cycle else self.seed, epoch)
             if isinstance(order, Tensor):
-                firsts = range(0, len(order) - self.batch_size + 1, self.batch_size)  # the last samples are left out
-                order = [order[first : first + self.batch_size] for first in firsts]
+                order = order[: len(order) // self.batch_size * self.batch_size].view(-1, self.batch_size)
             if len(order) < count:
-                sampler = self.loader.batch_sampler if self.is_given else self.loader.sampler
                 raise UserError(
-                    f"{type(sampler).__name__} gives less in epoch {epoch} than in the first one: let it give as many "
-                    "samples or batches in each, or set a smaller trainer.limit_train_batches"
+                    f"{type(sampler_of(self.loader)).__name__} gives less in epoch {epoch} than in the first one: let "
+                    "it give as many samples or batches in each, or set a smaller trainer.limit_train_batches"
                 )
-            batches += order[:count]
-        return batches
+            cycles.append(order[:count])
+        return list(chain.from_iterable(cycles)) if self.is_given else torch.cat(cycles)
 
 
 class _Stream:

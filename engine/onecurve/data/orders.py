@@ -6,7 +6,7 @@ A sampler may have a state, such as a list of batches that it shuffles in place.
 import copy
 import operator
 import random
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,22 +29,21 @@ def has_given_batches(loader: DataLoader[Any]) -> bool:
     return loader.batch_size is None and loader.batch_sampler is not None
 
 
+def sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return what gives a loader its samples, or its batches."""
+    return loader.batch_sampler if has_given_batches(loader) else loader.sampler
+
+
 def order_of(loader: DataLoader[Any], seed: int, epoch: int) -> Tensor | list[Tensor]:
-    """Return the (n,) positions of an epoch in order, or those of each batch if a `batch_sampler` gives them."""
-    if has_given_batches(loader):
-        return draw(loader.batch_sampler, seed, epoch, loader.dataset, has_batches=True)
-    return epoch_order(loader.sampler, seed, epoch, loader.dataset)
-
-
-def epoch_order(sampler: Any, seed: int, epoch: int, dataset: Any = None) -> Tensor:
-    """Return the (n,) positions of an epoch in the order of a user's sampler.
+    """Return the (n,) positions of an epoch in order, or those of each batch if a `batch_sampler` gives them.
 
     Shuffling is the project's own. Other samplers draw from torch's global generator, or one of their own, seeded with
     a hash of (seed, epoch); so a weighted sampler, too, has the same order on any hardware and after a restart.
     """
+    sampler = sampler_of(loader)
     if _is_shuffling(sampler):
         return permutation(len(sampler.data_source), seed, epoch)[: len(sampler)]
-    return cast(Tensor, draw(sampler, seed, epoch, dataset))
+    return draw(sampler, seed, epoch, loader.dataset, has_given_batches(loader))
 
 
 def _is_shuffling(sampler: Any) -> bool:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 
 from onecurve.data.batch import StepParts, as_part
 from onecurve.data.batch_samplers import EvaluationBatches, TrainingBatches
-from onecurve.data.orders import has_given_batches, is_repeatable, order_of
+from onecurve.data.orders import has_given_batches, is_repeatable, order_of, sampler_of
 from onecurve.errors import UserError
 from onecurve.network.object_state import are_equal
 from onecurve.patches.torch import leaves_with_paths, tree_leaves
@@ -224,7 +224,7 @@ def errors_of_workers() -> Iterator[None]:
 
 def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
     """Refuse a sampler, and warn of a dataset, with random numbers that the keys do not determine."""
-    sampler = loader.batch_sampler if has_given_batches(loader) else loader.sampler
+    sampler = sampler_of(loader)
     if not is_repeatable(sampler, seed, loader.dataset, has_given_batches(loader)):
         raise UserError(
             f"{method}: {type(sampler).__name__} has a random generator of its own, so each process would have "

@@ -75,7 +75,7 @@ def test_1024_ranks_divide_the_epochs_order(batch: int, shares: tuple[int, ...] 
     ranks = layouts(1024, batch, shares)
     order = permutation(2 * batch + 7, 0, 0)
     divisions = [Division(layout.parallel, virtual_ranks=1) for layout in ranks]
-    tables = [torch.stack(TrainingBatches(lambda epoch: order.split(batch), own, 2).table()) for own in divisions]
+    tables = [torch.stack([*TrainingBatches(lambda epoch: order.split(batch), own, 2)]) for own in divisions]
     positions = torch.cat([layout.positions[0] for layout in ranks])
     assert positions.sort().values.tolist() == list(range(batch))
     assert torch.cat(tables, dim=1)[:, positions.argsort()].flatten().equal(order[: 2 * batch])

@@ -1,5 +1,6 @@
 """The batches of each rank in training and evaluation, by values that were worked out by hand."""
 
+from collections.abc import Iterable
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +44,7 @@ def evaluation(count: int, batch: int, shares: tuple[int, ...], rank: int, *rank
     return EvaluationBatches(torch.arange(50, 50 + count), batch, parallel, ranks or None)
 
 
-def lists(batches: list[Tensor]) -> list[list[int]]:
+def lists(batches: Iterable[Tensor]) -> list[list[int]]:
     return [batch.tolist() for batch in batches]
 
 
