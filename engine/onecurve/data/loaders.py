@@ -1,6 +1,6 @@
 """The loaders that a DataModule returns, and their division among the ranks, whatever kind of loader each is.
 
-The batches of training loaders are divided into the parts of a step. In an evaluation each sample has one of the ranks.
+The batches of training loaders are divided into the parts of a step. In an evaluation each sample belongs to one rank.
 """
 
 from collections.abc import Sequence

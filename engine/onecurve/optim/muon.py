@@ -104,18 +104,15 @@ class Muon(Optimizer):
 
     def _step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         gradients = [parameter.grad for parameter in parameters]
-        momenta = [self._momentum(parameter) for parameter in parameters]
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        momenta = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         directions = compiled(_directions) if should_compile(self.compile, parameters[0]) else _directions
         updates = directions(parameters, gradients, momenta, group)
         if group["orthogonal"] and not group["unit_filters"]:
             foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
         foreach_add_(parameters, updates, alpha=-group["lr"])
-
-    def _momentum(self, parameter: Tensor) -> Tensor:
-        state = self.state[parameter]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        return state["momentum_buffer"]
 
 
 def _directions(parameters: list[Tensor], gradients: Any, momenta: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
