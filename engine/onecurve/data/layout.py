@@ -76,24 +76,9 @@ def data_parallel_info(trainer: L.Trainer | None) -> DataParallelInfo:
     )
 
 
-class OneProcess:
-    """The trainer as a run on one process has it; all other attributes are the trainer's."""
-
-    world_size = num_devices = num_nodes = 1
-    global_rank = local_rank = node_rank = 0
-
-    def __init__(self, trainer: L.Trainer) -> None:
-        self._trainer = trainer
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_trainer":  # not yet unpickled
-            raise AttributeError(name)
-        return getattr(self._trainer, name)
-
-
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let torch.distributed and the variables of launchers describe a run of one process, as `OneProcess` does."""
+    """Let torch.distributed and the variables of launchers describe a run of one process."""
     functions: dict[str, Any] = {"is_initialized": lambda: False, "get_rank": lambda group=None: 0}
     functions["get_world_size"] = lambda group=None: 1
     with mock.patch.multiple(dist, **functions), mock.patch.dict(os.environ):

@@ -1,4 +1,4 @@
-"""What a LightningModule sees of its trainer; a DataModule for one that has its loaders itself, or is given some."""
+"""What a module and its data see of their trainer; a DataModule for modules with loaders, or for those of a script."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -32,6 +32,14 @@ class ModuleTrainer:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._trainer, name, value)
+
+
+class OneProcess(ModuleTrainer):
+    """The trainer that a DataModule sees: that of a run on one process."""
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        super().__init__(trainer, world_size=1)
+        vars(self).update(global_rank=0, local_rank=0, node_rank=0)
 
 
 class ModuleData(L.LightningDataModule):

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 
 from onecurve.data.batch import Batch, StepPart, StepParts, batch_of_hooks, combine, constant_weights
 from onecurve.data.batch_samplers import total_steps
-from onecurve.data.layout import BatchLayout, DataParallelInfo, Division, OneProcess, alone, data_parallel_info
+from onecurve.data.layout import BatchLayout, DataParallelInfo, Division, alone, data_parallel_info
 from onecurve.data.loaders import EvaluationLoaders, TrainingLoaders, loaders_of
-from onecurve.data.module_data import ModuleTrainer
+from onecurve.data.module_data import ModuleTrainer, OneProcess
 from onecurve.data.rank_loader import examples
 from onecurve.errors import UserError
 from onecurve.patches.torch import tree_leaves
