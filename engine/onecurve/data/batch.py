@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,22 @@ def as_part(positions: Tensor, batch: Any, weight: float = 1.0, is_made: bool = 
     if isinstance(batch, Batch):
         return StepPart(batch.sample_index, batch, weight)
     return StepPart(positions, batch, weight, None if is_made else len(positions))
+
+
+def combine(batch: Any) -> StepParts:
+    """Return the parts of a step, each with a collection of the batches of several loaders; None if one has ended."""
+    of_loaders, structure = tree_flatten(batch)
+    if len({part.weight for parts in of_loaders if parts for part in parts}) > 1:
+        raise UserError(
+            "the loaders of a step divide unevenly among the processes, which have different numbers of samples of one "
+            "of its loaders: set batch sizes that divide among them, or bit_exact=true"
+        )
+    combined = StepParts()
+    for parts in zip(*(parts or repeat(None) for parts in of_loaders), strict=False):
+        first = next(part for part in parts if part)
+        batches = [part.batch if part else None for part in parts]
+        combined.append(first._replace(batch=tree_unflatten(batches, structure)))
+    return combined
 
 
 def batch_of_hooks(parts: StepParts, bit_exact: bool) -> Any:

@@ -3,19 +3,22 @@
 Lightning counts its limits in batches of a rank, whose size depends on the number of ranks.
 
 Here a sample has a position in its global batch, a place in the order of its epoch, and an index in the dataset, which
-`loader.py` and datasets call its position there.
+`rank_loader.py` and datasets call its position there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, repeat
+from functools import cache
+from itertools import accumulate, repeat
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from onecurve.data.layout import DataParallelInfo
+from onecurve.data.layout import DataParallelInfo, Division
 from onecurve.errors import UserError
+from onecurve.random.seeding import EVALUATION
 
 
 class EpochStart:
@@ -33,96 +36,56 @@ class EpochStart:
 class TrainingBatches(EpochStart, Sampler[Tensor]):
     """Batches of one data-parallel rank in an epoch, as a pure function of (seed, epoch, start).
 
-    Global batch k is the k-th slice of the epoch's order, of which this rank has some positions. Each epoch
-    drops the samples at its end that do not fill a global batch; if it is shuffled, they differ from epoch to epoch.
+    Each step takes a global batch, of which this rank has some positions; or a batch of each virtual rank.
 
     `epoch` and `start` are read when the first batch is requested.
 
     Args:
-        batch_size: samples of a global batch.
-        positions: positions of this rank in a global batch, (batches, n).
+        batches: maps an epoch to its batches in their order, as indices in the dataset; a tensor if they have one size.
+        division: the division of each of them among the ranks.
         steps: optimizer steps per epoch.
-        order: maps an epoch to its order, (n,) indices in the dataset.
-        weight: samples of a batch of this rank, relative to their mean over the ranks.
+        per_step: how many of the batches a step takes.
+        own: which of them this rank takes.
     """
 
-    batch_size: int
-    positions: Tensor
+    batches: Callable[[int], Tensor | Sequence[Tensor]]
+    division: Division
     steps: int
-    order: Callable[[int], Tensor]
-    weight: float = 1.0
+    per_step: int = 1
+    own: Sequence[int] = (0,)
+
+    @property
+    def parts_per_step(self) -> int:
+        """Number of batches of this rank in an optimizer step."""
+        return len(self.own) * self.division.num_parts
 
     def __len__(self) -> int:
-        return self.steps * len(self.positions)
+        return self.steps * self.parts_per_step
 
     def __iter__(self) -> Iterator[Tensor]:
         yield from self.table()
 
-    def places(self) -> Tensor:
-        """Return the rest of the epoch as places in its order, (batches, n): one batch of this rank per row."""
-        start = min(self.start, self.steps)  # another loader may go on after this one has ended
-        places = torch.arange(start * self.batch_size, self.steps * self.batch_size).view(-1, self.batch_size)
-        return places[:, self.positions].flatten(0, 1)
+    def places(self) -> Iterator[Tensor]:
+        """Yield the rest of the epoch as places in its order: one batch of this rank each."""
+        return (first + part for first, _, part in self._parts())
 
-    def table(self) -> Tensor:
-        """Return the indices in the dataset at these places."""
-        return self.order(self.epoch)[self.places()]
+    def table(self) -> Iterator[Tensor]:
+        """Yield the indices in the dataset at these places."""
+        return (batch[part] for _, batch, part in self._parts())
 
     def weights(self) -> Iterator[float]:
-        """Return the weight of each batch."""
-        return repeat(self.weight)
+        """Yield the samples of each batch, relative to their mean over the ranks."""
+        weight = cache(self.division.weight)  # of each size
+        return (weight(len(batch)) for _, batch, _ in self._parts())
 
-
-@dataclass(eq=False)
-class GivenBatches(EpochStart, Sampler[Tensor]):
-    """Batches of one data-parallel rank in an epoch, of those that a user's `batch_sampler` gives.
-
-    A given batch, of any size, is a global batch of which this rank has some positions, or the batch of a virtual rank.
-
-    Args:
-        given: maps an epoch to its batches, indices in the dataset.
-        positions: maps the size of a global batch to the positions of this rank in it, (batches, n).
-        sharing: number of batches of all ranks that share a global batch.
-        steps: optimizer steps per epoch.
-        own: the virtual ranks of this rank, if they are computed one by one.
-        batches_per_step: how many given batches a step has, if each is that of a virtual rank.
-    """
-
-    given: Callable[[int], Sequence[Tensor]]
-    positions: Callable[[int], Tensor]
-    sharing: int
-    steps: int
-    own: Sequence[int] | None = None
-    batches_per_step: int = 1
-
-    def __len__(self) -> int:
-        parts = self.positions(len(self.given(self.epoch)[0])) if self.own is None else self.own
-        return self.steps * len(parts)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        yield from self.table()
-
-    def places(self) -> list[Tensor]:
-        """Return the rest of the epoch as places in its order: one batch of this rank each."""
-        ends = torch.tensor([len(batch) for batch in self.given(self.epoch)]).cumsum(0).tolist()
-        rows = [torch.arange(first, end) for first, end in pairwise([0, *ends])]
-        steps = range(self.start, self.steps)
-        if self.own is not None:
-            return [rows[step * self.batches_per_step + rank] for step in steps for rank in self.own]
-        return [rows[step][part] for step in steps for part in self.positions(len(rows[step]))]
-
-    def table(self) -> list[Tensor]:
-        """Return the indices in the dataset at these places."""
-        order = torch.cat(list(self.given(self.epoch)))
-        return [order[places] for places in self.places()]
-
-    def weights(self) -> Iterator[float]:
-        """Yield the samples of each batch, relative to their mean over the ranks; 1 for those of virtual ranks."""
-        if self.own is not None:
-            yield from repeat(1.0)
-        for batch in self.given(self.epoch)[self.start : self.steps]:
-            for part in self.positions(len(batch)):
-                yield len(part) * self.sharing / len(batch)
+    def _parts(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield the place of a batch in the epoch, the batch, and positions of this rank in it."""
+        batches, positions = self.batches(self.epoch), cache(self.division.positions)  # of each size
+        firsts = [0, *accumulate(map(len, batches))]
+        for step in range(self.start, self.steps):
+            for number in (step * self.per_step + own for own in self.own):
+                for part in positions(len(batches[number])):
+                    yield firsts[number], batches[number], part
 
 
 class EvaluationBatches(Sampler[Tensor]):
@@ -140,16 +103,18 @@ class EvaluationBatches(Sampler[Tensor]):
         ranks: yield the batches of these ranks, of equal shares, in turn; None for those of this rank.
     """
 
+    epoch, parts_per_step = EVALUATION, 1
+
     def __init__(
         self, order: Tensor, batch_size: int, parallel: DataParallelInfo, ranks: Sequence[int] | None = None
     ) -> None:
-        shares, num_samples = parallel.shares or [1] * parallel.dp_size, len(order)
-        self.order, self.num_samples = order, num_samples
+        shares = parallel.all_shares
+        self.order, self.num_samples = order, len(order)
         self.samples_per_round, self.share = sum(shares), shares[parallel.dp_rank]
-        ranks = [parallel.dp_rank] if ranks is None else ranks
-        self.firsts = torch.tensor([sum(shares[:rank]) for rank in ranks])  # of these ranks in a round
-        self.batches = -(-num_samples // (max(1, batch_size // self.samples_per_round) * self.samples_per_round))
-        self.rounds = -(-num_samples // max(1, self.batches * self.samples_per_round))
+        self.firsts = [sum(shares[:rank]) for rank in ranks or [parallel.dp_rank]]  # of these ranks in a round
+        self.total_rounds = -(-len(order) // self.samples_per_round)
+        self.batches = -(-self.total_rounds // max(1, batch_size // self.samples_per_round))
+        self.rounds = -(-self.total_rounds // max(1, self.batches))
 
     def __len__(self) -> int:
         return self.batches * len(self.firsts)
@@ -161,21 +126,20 @@ class EvaluationBatches(Sampler[Tensor]):
         """Return the weight of each batch: an evaluation counts the samples."""
         return repeat(1.0)
 
-    def places(self) -> Tensor:
-        """Return places in the order, (batches, n), and -1 for padding: one batch of a rank per row."""
-        # The first batches have a round less, so a batch begins earlier by the number of those before it.
-        shorter = self.batches * self.rounds - -(-self.num_samples // self.samples_per_round)
-        batch = torch.arange(self.batches)[:, None]
-        first = batch * self.rounds - batch.clamp(max=shorter)
-        rounds = first + torch.arange(self.rounds)  # (batches, rounds)
-        rounds[:shorter, self.rounds - 1 :] = self.num_samples  # beyond the samples
-        own = self.firsts[:, None] + torch.arange(self.share)  # (ranks, samples of a round)
-        positions = (rounds[:, None, :, None] * self.samples_per_round + own[:, None]).flatten(2).flatten(0, 1)
-        return torch.where(positions < self.num_samples, positions, -1)
+    def places(self) -> list[Tensor]:
+        """Return places in the order, and -1 for padding: one batch of a rank each."""
+        missing = self.total_rounds * self.samples_per_round - self.num_samples
+        places = F.pad(torch.arange(self.num_samples), (0, missing), value=-1)
+        rounds = places.view(self.total_rounds, self.samples_per_round)
+        shorter = self.batches * self.rounds - self.total_rounds
+        sizes = [self.rounds - 1] * shorter + [self.rounds] * (self.batches - shorter)
+        own = [batch[:, first : first + self.share] for batch in rounds.split(sizes) for first in self.firsts]
+        return [F.pad(rows, (0, 0, 0, self.rounds - len(rows)), value=-1).flatten() for rows in own]
 
-    def table(self) -> Tensor:
+    def table(self) -> list[Tensor]:
         """Return the indices in the dataset at these places, and -1 for padding."""
-        return torch.cat([self.order, torch.tensor([-1])])[self.places()]
+        padded = torch.cat([self.order, torch.tensor([-1])])
+        return [padded[places] for places in self.places()]
 
     def check_no_rank_is_empty(self, split: str, parts: int | None = None) -> None:
         """Check that each batch of each rank has a sample.
@@ -195,16 +159,13 @@ class EvaluationBatches(Sampler[Tensor]):
             )
 
 
-Batches = TrainingBatches | GivenBatches | EvaluationBatches
-
-
-def apply_limit(option: str, limit: int | float | None, available: int, unit: int = 1) -> int:
-    """Return how many of the `available` steps or samples a limit leaves.
+def apply_limit(option: str, limit: int | float | None, available: int | None, unit: int = 1) -> int | None:
+    """Return how many of the `available` steps or samples a limit leaves; None for all of a stream without a length.
 
     Args:
         option: the name of the option, for error messages.
         limit: an integer number of units, a fraction of `available` from 0 to 1, or None for no limit.
-        available: the number of steps or samples.
+        available: the number of steps or samples; None for those of a stream that does not tell its length.
         unit: the number of steps or samples in one unit of an integer limit.
 
     Raises:
@@ -216,27 +177,24 @@ def apply_limit(option: str, limit: int | float | None, available: int, unit: in
     is_fraction = isinstance(limit, float) and 0 <= limit <= 1
     if not (is_count or is_fraction):
         raise UserError(f"{option}={limit}: set a number of batches of data.batch_size, or a fraction such as 0.5")
+    if available is None:
+        if limit < 1 and is_fraction:
+            raise UserError(f"{option}={limit}, but a stream has no length: set a number of batches")
+        return int(limit) if is_count else None
     count = min(available, int(limit) * unit) if is_count else int(available * limit)
     if limit and available and not count:
         raise UserError(f"{option}={limit} leaves nothing of {available}: set a larger value")
     return count
 
 
-def limit_without_length(option: str, limit: int | float | None) -> int | None:
-    """Return a limit of the batches of a stream that does not tell its length; None for no limit.
+def total_steps(max_epochs: int | None, max_steps: int, steps_per_epoch: int | None) -> int | None:
+    """Return the number of optimizer steps of a run: that of Lightning's limits which ends it first.
 
-    Raises:
-        UserError: if it is a fraction, or no limit at all.
+    It is None if the length of a stream decides it.
     """
-    if isinstance(limit, float) and limit < 1:
-        raise UserError(f"{option}={limit}, but a stream has no length: set a number of batches")
-    apply_limit(option, limit, available=1)
-    return limit if isinstance(limit, int) else None
-
-
-def total_steps(max_epochs: int | None, max_steps: int, steps_per_epoch: int) -> int:
-    """Return the number of optimizer steps of a run: that of Lightning's limits which ends it first."""
     limits = [max_steps] if max_steps != -1 else []
+    if steps_per_epoch is None:
+        return min(limits, default=None)
     if max_epochs is not None and max_epochs != -1:
         limits.append(max_epochs * steps_per_epoch)
     return min(limits, default=1000 * steps_per_epoch)

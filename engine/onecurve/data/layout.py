@@ -45,12 +45,17 @@ class DataParallelInfo:
     shares: tuple[int, ...] | None = None
     in_turn: bool = False
 
+    @property
+    def all_shares(self) -> tuple[int, ...]:
+        """Relative number of samples of each rank."""
+        return self.shares or (1,) * self.dp_size
+
     def virtual_ranks(self, count: int, rank: int | None = None) -> range:
         """Return which of `count` virtual ranks a rank (this one by default) computes one by one, by its share."""
         rank = self.dp_rank if rank is None else rank
         if self.in_turn:
             return range(rank, count, self.dp_size)
-        shares = self.shares or (1,) * self.dp_size
+        shares = self.all_shares
         first, last = (count * sum(shares[:number]) // sum(shares) for number in (rank, rank + 1))
         return range(first, last)
 
@@ -71,24 +76,9 @@ def data_parallel_info(trainer: L.Trainer | None) -> DataParallelInfo:
     )
 
 
-class OneProcess:
-    """The trainer as a run on one process has it; all other attributes are the trainer's."""
-
-    world_size = num_devices = num_nodes = 1
-    global_rank = local_rank = node_rank = 0
-
-    def __init__(self, trainer: L.Trainer) -> None:
-        self._trainer = trainer
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_trainer":  # not yet unpickled
-            raise AttributeError(name)
-        return getattr(self._trainer, name)
-
-
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let torch.distributed and the variables of launchers describe a run of one process, as `OneProcess` does."""
+    """Let torch.distributed and the variables of launchers describe a run of one process."""
     functions: dict[str, Any] = {"is_initialized": lambda: False, "get_rank": lambda group=None: 0}
     functions["get_world_size"] = lambda group=None: 1
     with mock.patch.multiple(dist, **functions), mock.patch.dict(os.environ):
@@ -123,7 +113,7 @@ class BatchLayout:
 
     def __post_init__(self) -> None:
         self._check_divides()
-        shares, size = self._shares, self.parallel.dp_size
+        shares, size = self.parallel.all_shares, self.parallel.dp_size
         if len(shares) != size or any(not isinstance(share, int) or share < 1 for share in shares):
             raise UserError(
                 f"strategy.shares={list(shares)}: give a positive integer for each of the {size} data-parallel ranks"
@@ -138,14 +128,13 @@ class BatchLayout:
         batch, parts = self.batch_size, self.micro_batches * (2 if self.has_pairs else 1)
         if batch % parts == 0:
             return
-        below = batch // parts * parts
-        sizes = f"{below} or {below + parts}" if below else f"{parts}"
         divisors = [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
         if self.has_pairs:
             divisors.append("pairs of samples, which data.augment.mixup and cutmix mix")
         raise UserError(
-            f"data.batch_size={batch} does not divide over {' of '.join(divisors)}: set data.batch_size={sizes}, or "
-            "change trainer.accumulate_grad_batches or the number of micro-batches"
+            f"data.batch_size={batch} does not divide over {' of '.join(divisors)}: set "
+            f"data.batch_size={_multiples(batch, parts)}, or change trainer.accumulate_grad_batches or the number of "
+            "micro-batches"
         )
 
     @property
@@ -201,10 +190,6 @@ class BatchLayout:
         return np.bincount(number_of, minlength=shape[0] * shape[1]).reshape(shape)
 
     @property
-    def _shares(self) -> tuple[int, ...]:
-        return self.parallel.shares or (1,) * self.parallel.dp_size
-
-    @property
     def _groups_per_micro_batch(self) -> int:
         return self.virtual_ranks // self.micro_batches if self.has_whole_groups else 1
 
@@ -212,7 +197,7 @@ class BatchLayout:
     def _ranks(self) -> NDArray[np.int64]:
         """Rank of each position in a micro-batch, (positions,)."""
         size = self.batch_size // self.micro_batches
-        in_turn = np.repeat(np.arange(self.parallel.dp_size), self._shares)
+        in_turn = np.repeat(np.arange(self.parallel.dp_size), self.parallel.all_shares)
         distinct = size // 2 if self.has_pairs else size
         return in_turn[np.arange(size) % distinct % len(in_turn)]
 
@@ -228,6 +213,12 @@ class BatchLayout:
         return own[np.argsort(self._groups[own], kind="stable")]
 
 
+def _multiples(batch_size: int, divisor: int) -> str:
+    """Return the sizes nearest to a batch size that a number divides."""
+    below = batch_size // divisor * divisor
+    return f"{below} or {below + divisor}" if below else f"{divisor}"
+
+
 def virtual_layouts(
     batch_size: int, parallel: DataParallelInfo, count: int, has_pairs: bool = False
 ) -> list[BatchLayout]:
@@ -239,11 +230,10 @@ def virtual_layouts(
     samples = 2 * count if has_pairs else count
     if count & (count - 1):
         raise UserError(f"bit_exact=true: virtual_ranks={count} must be a power of two")
-    if rest := batch_size % samples:
-        sizes = [size for size in (batch_size - rest, batch_size - rest + samples) if size]
+    if batch_size % samples:
         raise UserError(
             f"bit_exact=true: {samples} must divide data.batch_size={batch_size}, for virtual_ranks={count}: set the "
-            f"batch size {' or '.join(map(str, sizes))}, or other virtual_ranks"
+            f"batch size {_multiples(batch_size, samples)}, or other virtual_ranks"
         )
     if not all(parallel.virtual_ranks(count, rank) for rank in range(parallel.dp_size)):
         raise UserError(

@@ -1,5 +1,6 @@
-"""What a LightningModule sees of its trainer; a DataModule for one that has its loaders itself, or is given some."""
+"""What a module and its data see of their trainer; a DataModule for modules with loaders, or for those of a script."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
@@ -22,7 +23,7 @@ class ModuleTrainer:
     def estimated_stepping_batches(self) -> int | float:
         """The number of steps, also in a `setup` that comes before the loaders are taken apart."""
         data: Any = self._trainer.datamodule
-        return self._trainer.estimated_stepping_batches if data.has_training_data else data.count_steps()
+        return self._trainer.estimated_stepping_batches if data.has_training_data else data.total_steps
 
     def __getattr__(self, name: str) -> Any:
         if name == "_trainer":  # not yet unpickled
@@ -33,38 +34,46 @@ class ModuleTrainer:
         setattr(self._trainer, name, value)
 
 
+class OneProcess(ModuleTrainer):
+    """The trainer that a DataModule sees: that of a run on one process."""
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        super().__init__(trainer, world_size=1)
+        vars(self).update(global_rank=0, local_rank=0, node_rank=0)
+
+
 class ModuleData(L.LightningDataModule):
     """Hands out the loaders of the module (`data=module`)."""
 
+    _given: Mapping[str, Any] = {}
+
     def setup(self, stage: str) -> None:
         """Set a module up that has loaders, and may make its datasets; Lightning would ask for the loaders before."""
-        module: Any = self._module
-        if not any(self._has_loaders(f"{name}_dataloader") for name in ("train", "val", "test", "predict")):
-            return
-        type(module).setup(module, stage)
-        module.setup = lambda stage: None  # Lightning calls it next
+        if any(map(self._has_loader, ("train", "val", "test", "predict"))):
+            type(self._module).setup(self._module, stage)
+            self._module.setup = lambda stage: None  # Lightning calls it next
 
     def train_dataloader(self) -> Any:
-        return self._loaders("train_dataloader")
+        return self._loader("train")
 
     def val_dataloader(self) -> Any:
-        return self._loaders("val_dataloader")
+        return self._loader("val")
 
     def test_dataloader(self) -> Any:
-        return self._loaders("test_dataloader")
+        return self._loader("test")
 
     def predict_dataloader(self) -> Any:
-        return self._loaders("predict_dataloader")
+        return self._loader("predict")
 
-    def _has_loaders(self, name: str) -> bool:
+    def _loader(self, name: str) -> Any:
+        return getattr(self._module, f"{name}_dataloader")() if self._has_loader(name) else self._given.get(name)
+
+    def _has_loader(self, name: str) -> bool:
         """Return whether the loaders of this name are the module's."""
-        return is_overridden(name, self._module, L.LightningModule)
-
-    def _loaders(self, name: str) -> Any:
-        return getattr(self._module, name)() if self._has_loaders(name) else None
+        return self._given.get(name) is None and is_overridden(f"{name}_dataloader", self._module, L.LightningModule)
 
     @property
-    def _module(self) -> L.LightningModule:
+    def _module(self) -> Any:
         assert self.trainer
         return self.trainer.lightning_module
 
@@ -78,12 +87,4 @@ class GivenLoaders(ModuleData):
 
     def __init__(self, loaders: dict[str, Any]) -> None:
         super().__init__()
-        self.description = "loaders of a script"
-        self._given = {f"{name}_dataloader": loader for name, loader in loaders.items()}
-
-    def _has_loaders(self, name: str) -> bool:
-        return self._given.get(name) is None and super()._has_loaders(name)
-
-    def _loaders(self, name: str) -> Any:
-        given = self._given.get(name)
-        return super()._loaders(name) if given is None else given
+        self.description, self._given = "loaders of a script", loaders

@@ -10,18 +10,18 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from onecurve.data.batch import Batch, StepPart, StepParts, batch_of_hooks, constant_weights
+from onecurve.data.batch import Batch, StepPart, StepParts, batch_of_hooks, combine, constant_weights
 from onecurve.data.batch_samplers import total_steps
-from onecurve.data.evaluation_loaders import EvaluationLoaders
-from onecurve.data.layout import BatchLayout, DataParallelInfo, Division, OneProcess, alone, data_parallel_info
-from onecurve.data.loader import examples, loaders_of
-from onecurve.data.module_data import ModuleTrainer
-from onecurve.data.training_loaders import TrainingLoaders
+from onecurve.data.layout import BatchLayout, DataParallelInfo, Division, alone, data_parallel_info
+from onecurve.data.loaders import EvaluationLoaders, TrainingLoaders, loaders_of
+from onecurve.data.module_data import ModuleTrainer, OneProcess
+from onecurve.data.rank_loader import examples
 from onecurve.errors import UserError
 from onecurve.patches.torch import tree_leaves
 from onecurve.random.hashing import hash_ints
-from onecurve.random.seeding import EVALUATION, SETUP, refuse_draws, seed_generators
+from onecurve.random.seeding import SETUP, drawing_epoch, refuse_draws, seed_generators
 
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _LOADERS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
 
@@ -116,9 +116,6 @@ class OrderedData(L.LightningDataModule):
             )
         if stage == "fit":
             self._check_training()
-        for name in _LOADERS[stage]:
-            if name != "train":
-                self._evaluation[name].check(self._takes_batch)
 
     def teardown(self, stage: str) -> None:
         self.plain.teardown(stage)
@@ -161,9 +158,9 @@ class OrderedData(L.LightningDataModule):
     def predict_dataloader(self) -> Any:
         return self._evaluation["predict"].of_rank(self._device)
 
-    def on_before_batch_transfer(self, batch: StepParts, dataloader_idx: int) -> StepParts:
-        """Call the hook of the DataModule, or that of the module, with the generators seeded for each part."""
-        return batch.map(self._before_transfer, dataloader_idx)
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> StepParts:
+        """Call the hook of the DataModule, or that of the module, for each part of what a loader or several yield."""
+        return combine(batch).map(self._call_hook, "on_before_batch_transfer", dataloader_idx)
 
     def transfer_batch_to_device(self, batch: StepParts, device: torch.device, dataloader_idx: int) -> StepParts:
         return batch.map(self._transfer, device, dataloader_idx)
@@ -186,21 +183,10 @@ class OrderedData(L.LightningDataModule):
         samples = [part.samples for part in self.parts]
         self._sample_index = samples[0] if self.bit_exact or len(samples) == 1 else torch.cat(samples)
 
-    def _seed(self, part: StepPart, *hook: int) -> None:
-        epoch = self.trainer.current_epoch if self.trainer.training else EVALUATION
-        seed_generators(int(hash_ints(self.run_seed, epoch, int(part.samples[0]), *hook)), self._module.device.type)
-
-    def _before_transfer(self, part: StepPart, dataloader_idx: int) -> Any:
-        if not isinstance(part.batch, Batch):
-            self._seed(part)
-        return self._call_hook("on_before_batch_transfer", part, dataloader_idx)
-
     def _transfer(self, part: StepPart, device: torch.device, dataloader_idx: int) -> Any:
         if isinstance(part.batch, Batch) and part.batch.image.device == device:
             return part.batch  # Lightning's own check of this is slow
-        if self.bit_exact:
-            self._seed(part, 1)
-        return self._call_hook("transfer_batch_to_device", part, device, dataloader_idx)
+        return self._call_hook(part, "transfer_batch_to_device", device, dataloader_idx)
 
     def _after_transfer(self, part: StepPart, dataloader_idx: int) -> Any:
         """Return what the steps of the module take.
@@ -209,9 +195,7 @@ class OrderedData(L.LightningDataModule):
         or the pair of a `Batch`.
         """
         self.begin_part(part)
-        if self.bit_exact and not isinstance(part.batch, Batch):
-            self._seed(part, 2)
-        batch = self._call_hook("on_after_batch_transfer", part, dataloader_idx)
+        batch = self._call_hook(part, "on_after_batch_transfer", dataloader_idx)
         if not self._takes_batch:
             if not isinstance(batch, Batch):
                 return batch
@@ -253,8 +237,9 @@ class OrderedData(L.LightningDataModule):
     @property
     def steps_per_epoch(self) -> int | None:
         """Number of optimizer steps per epoch; None if a stream without a length ends it."""
-        assert self._training
-        return self._training.steps
+        if self._training is None:  # a module asks while it makes its datasets
+            self._take_loaders("train")
+        return cast(TrainingLoaders, self._training).steps
 
     @property
     def total_steps(self) -> int:
@@ -273,20 +258,11 @@ class OrderedData(L.LightningDataModule):
     @property
     def last_step(self) -> int | None:
         """Number of optimizer steps of the run; None if the length of a stream decides it."""
-        trainer, steps = self.trainer, self.steps_per_epoch
-        if steps is None:
-            return trainer.max_steps if trainer.max_steps != -1 else None
-        return total_steps(trainer.max_epochs, trainer.max_steps, steps)
-
-    def count_steps(self) -> int:
-        """Return `total_steps` to a module that asks for it while it makes its datasets."""
-        if self._training is None:
-            self._take_loaders("train")
-        return self.total_steps
+        return total_steps(self.trainer.max_epochs, self.trainer.max_steps, self.steps_per_epoch)
 
     def evaluates(self, name: str) -> bool:
         """Return whether `val` or `test` has samples."""
-        return name in self._evaluation and self._evaluation[name].has_samples
+        return name in self._evaluation and bool(self._evaluation[name].filled)
 
     @property
     def has_training_data(self) -> bool:
@@ -350,9 +326,10 @@ class OrderedData(L.LightningDataModule):
         loaders, limit = loaders_of(self.plain, name, seed), self.limits.get(name)
         if name != "train":
             self._evaluation[name] = EvaluationLoaders(name, loaders, self.division, self.run_seed, limit)
+            self._evaluation[name].check(self._takes_batch)
         elif loaders.leaves:
             self._training = TrainingLoaders(loaders, self.division, self.run_seed, limit)
-            self.layout = self._training.layouts[0]
+            self.layout = self._training.layout
 
     def _check_training(self) -> None:
         assert self._training
@@ -374,13 +351,20 @@ class OrderedData(L.LightningDataModule):
             return weight.to(self._module.dtype)
         return constant_weights(len(weight), part_weight / len(weight), self._module.dtype, weight.device)
 
-    def _call_hook(self, name: str, part: StepPart, *args: Any) -> Any:
-        """Call the DataModule's own hook, or else the module's, as Lightning would choose; refuse draws for a part."""
+    def _call_hook(self, part: StepPart, name: str, *args: Any) -> Any:
+        """Call the DataModule's own hook, or else the module's, as Lightning would choose, with seeded generators.
+
+        A part of a global batch must draw nothing. A `Batch` has random numbers by its samples.
+        """
         is_own = is_overridden(name, self.plain, L.LightningDataModule)
+        hook = getattr(self.plain if is_own else self._module, name)
+        if isinstance(part.batch, Batch):
+            return hook(part.batch, *args)
+        key = hash_ints(self.run_seed, drawing_epoch(self.trainer), int(part.samples[0]), _HOOKS.index(name))
+        seed_generators(int(key), self._module.device.type)
         is_users = is_own or is_overridden(name, self._module, L.LightningModule)
-        is_checked = is_users and self.division.is_divided and not isinstance(part.batch, Batch)
-        with refuse_draws(name, is_checked, self._module.device.type):
-            return getattr(self.plain if is_own else self._module, name)(part.batch, *args)
+        with refuse_draws(name, is_users and self.division.is_divided, self._module.device.type):
+            return hook(part.batch, *args)
 
     @property
     def _any_loader(self) -> DataLoader[Any]:

@@ -24,13 +24,12 @@ from onecurve.checkpoint.io import is_plain
 from onecurve.data.batch import StepParts, as_part
 from onecurve.data.batch_samplers import EpochStart
 from onecurve.data.layout import alone
-from onecurve.data.loader import collate_function, errors_of_workers, worker_options, yields_batches
-from onecurve.data.samples import collated
+from onecurve.data.rank_loader import collate_function, errors_of_workers, worker_options, yields_batches
 from onecurve.errors import UserError
 from onecurve.network.object_state import are_equal
 from onecurve.patches.torch import tree_leaves
 from onecurve.random.hashing import hash_ints
-from onecurve.random.seeding import seed_generators
+from onecurve.random.seeding import refuse_draws, seed_generators
 
 _log = logging.getLogger(__name__)
 _PROBED = 4  # samples
@@ -91,8 +90,7 @@ class StreamLoader(EpochStart):
         per_pass = self.steps_per_pass
         first = self.start - self.start % per_pass if per_pass else 0  # of the pass in which the run goes on
         state = self.state if self.start > first else None
-        if state is not None:
-            first = self.start
+        first = first if state is None else self.start
         for step in count(first) if self.steps is None else range(first, self.steps):
             if step == first or (per_pass and step % per_pass == 0):
                 reader = _seeded_samples(self.dataset, self.seed, self.epoch, step * self.batch_size, state)
@@ -112,8 +110,8 @@ class StreamLoader(EpochStart):
     def _collate(self, samples: list[Any], step: int, part: Tensor) -> tuple[Tensor, Any]:
         places = step * self.batch_size + part
         seed_generators(int(hash_ints(self.seed, self.epoch, int(places[0]))))
-        items = [samples[position] for position in part.tolist()]
-        return places, collated(collate_function(self.loader), items, self.is_divided)
+        with refuse_draws("collate_fn", self.is_divided):
+            return places, collate_function(self.loader)([samples[position] for position in part.tolist()])
 
 
 def examine(loader: DataLoader[Any], seed: int) -> tuple[str | None, bool]:

@@ -48,29 +48,25 @@ def muon(
         iterations: number of Newton-Schulz iterations.
         compile: whether a GPU runs the step compiled; a mode of torch.compile counts as true.
     """
-    roles: dict[str, list[tuple[str, Tensor]]] = {"filters": [], "head": [], "vectors": [], "whitening": []}
-    for group in params:
-        for name, parameter in group["params"]:
-            roles[_role(name, parameter)].append((name, parameter))
     rates = {"filters": lr, "head": lr * head_scale, "vectors": lr * vector_scale, "whitening": lr * vector_scale}
-    decays = {role: weight_decay / rate if rate else 0.0 for role, rate in rates.items()}
-    if unit_filters:
-        decays["filters"] = 0.0
-    groups = [
-        {
+    groups: dict[str, dict[str, Any]] = {
+        role: {
             "name": role,
-            "params": named_parameters,
-            "lr": rates[role],
-            "weight_decay": decays[role],
+            "params": [],
+            "lr": rate,
+            "weight_decay": weight_decay / rate if rate and not (unit_filters and role == "filters") else 0.0,
             "schedule_fraction": whitening_fraction if role == "whitening" else 1.0,
             "orthogonal": role == "filters",
             "momentum": momentum if role == "filters" else vector_momentum,
             "unit_filters": unit_filters,
             "iterations": iterations,
         }
-        for role, named_parameters in roles.items()
-    ]
-    return Muon([group for group in groups if group["params"]], compile)
+        for role, rate in rates.items()
+    }
+    for group in params:
+        for name, parameter in group["params"]:
+            groups[_role(name, parameter)]["params"].append((name, parameter))
+    return Muon([group for group in groups.values() if group["params"]], compile)
 
 
 def _role(name: str, parameter: Tensor) -> str:
@@ -108,18 +104,15 @@ class Muon(Optimizer):
 
     def _step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         gradients = [parameter.grad for parameter in parameters]
-        momenta = [self._momentum(parameter) for parameter in parameters]
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        momenta = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         directions = compiled(_directions) if should_compile(self.compile, parameters[0]) else _directions
         updates = directions(parameters, gradients, momenta, group)
         if group["orthogonal"] and not group["unit_filters"]:
             foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
         foreach_add_(parameters, updates, alpha=-group["lr"])
-
-    def _momentum(self, parameter: Tensor) -> Tensor:
-        state = self.state[parameter]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        return state["momentum_buffer"]
 
 
 def _directions(parameters: list[Tensor], gradients: Any, momenta: list[Tensor], group: dict[str, Any]) -> list[Tensor]:

@@ -140,7 +140,5 @@ def override_hyperparameters(
     if [group.keys() for group in saved_groups] != [group.keys() for group in own_groups]:
         raise UserError("ckpt_path is a run with another `optimizer`: set it as in that run")
     for saved_group, own_group in zip(saved_groups, own_groups, strict=True):
-        for key, value in own_group.items():
-            if key not in ("params", "param_names"):
-                saved_group[key] = value
+        saved_group |= {key: value for key, value in own_group.items() if key not in ("params", "param_names")}
         saved_group["lr"] = own_group.get("initial_lr", own_group["lr"]) * multiplier(own_group)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecurve.network.compilation import device_constant
+from onecurve.network.compilation import constant, device_constant
 
 # int64 holds the constants 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB as negative numbers.
 _GOLDEN, _MIX1, _MIX2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
@@ -48,15 +48,9 @@ def uniform(keys: Tensor, draw: int) -> Tensor:
 
 def integers(keys: Tensor, draws: tuple[int, ...], highs: tuple[int, ...]) -> Tensor:
     """Return int64 numbers in [0, high), as (draws, n): one for each draw with its `high`, and each of (n,) keys."""
-    offsets, bounds = _draw_constants(draws, highs, keys.device)
-    return (_shift_right(_mix(keys + offsets), 32) * bounds) >> 32
-
-
-@device_constant
-def _draw_constants(draws: tuple[int, ...], highs: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the offsets of the draws and the bounds, (draws, 1), cached because a transfer needs a synchronization."""
-    offsets = [_wrap((draw + 1) * _GOLDEN) for draw in draws]
-    return torch.tensor(offsets, device=device)[:, None], torch.tensor(highs, device=device)[:, None]
+    offsets = constant(tuple(_wrap((draw + 1) * _GOLDEN) for draw in draws), torch.int64, keys.device)
+    bounds = constant(highs, torch.int64, keys.device)
+    return (_shift_right(_mix(keys + offsets[:, None]), 32) * bounds[:, None]) >> 32
 
 
 def hash_elements(

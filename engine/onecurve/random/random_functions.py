@@ -24,7 +24,7 @@ from onecurve.errors import UserError
 from onecurve.patches.torch import attention_weights
 from onecurve.random.dropout import SampleDropout, dropouts, hash_samples, keep_mask, set_keys
 from onecurve.random.hashing import hash_ints, normal
-from onecurve.random.seeding import EPOCH_START, EVALUATION, seed_generators, torch_generator_states
+from onecurve.random.seeding import EPOCH_START, drawing_epoch, seed_generators, torch_generator_states
 
 _ATTENTION, _MULTI_HEAD_ATTENTION = F.scaled_dot_product_attention, F.multi_head_attention_forward
 _BERNOULLI, _RANDN_LIKE = Tensor.bernoulli_, torch.randn_like
@@ -240,7 +240,7 @@ class RandomNumbers(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._begin_batch(trainer, batch_idx)
+        self._begin(trainer, self._seed(drawing_epoch(trainer), batch_idx))
         self._set_keys()
 
     def begin_part(self, trainer: L.Trainer) -> None:
@@ -254,9 +254,9 @@ class RandomNumbers(L.Callback):
 
         The functions that draw for each sample have the numbers that they have without virtual ranks.
         """
-        epoch = _epoch(trainer)
+        epoch = drawing_epoch(trainer)
         of_step, seed = self._seed(epoch, step), self._seed(epoch, step, number)
-        self._begin(trainer, seed, is_divided=False, shift=of_step - seed)
+        self._begin(trainer, seed, shift=of_step - seed)
         self._set_keys()
 
     def _set_keys(self) -> None:
@@ -273,7 +273,8 @@ class RandomNumbers(L.Callback):
         sample_random.end()
 
     def on_validation_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        self._begin_batch(trainer, 0)  # the number of a batch depends on the accumulation, the keys do not
+        # The number of a batch depends on the accumulation, the keys do not.
+        self._begin(trainer, self._seed(drawing_epoch(trainer), 0))
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         sample_random.check()
@@ -282,29 +283,19 @@ class RandomNumbers(L.Callback):
     on_test_batch_start = on_validation_batch_start
     on_test_batch_end = on_validation_batch_end
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         release()
 
-    def on_exception(self, *_: Any) -> None:
-        release()
+    on_exception = teardown
 
     def _seed(self, *parts: int) -> int:
         return int(hash_ints(self.seed, *parts)) % 2**62  # its successors are seeds as well
 
-    def _begin_batch(self, trainer: L.Trainer, number: int) -> None:
-        data: Any = trainer.datamodule
+    def _begin(self, trainer: L.Trainer, seed: int, shift: int = 0) -> None:
+        data, epoch, device = cast(Any, trainer.datamodule), drawing_epoch(trainer), trainer.lightning_module.device
+        samples = data.sample_index
         # Also between the micro-batches of a pipeline, each of which its schedule gives to the network by itself.
         parts = data.division.sharing * data.parallel.num_microbatches
         is_divided = not data.bit_exact and parts > 1
-        self._begin(trainer, self._seed(_epoch(trainer), number), is_divided)
-
-    def _begin(self, trainer: L.Trainer, seed: int, is_divided: bool, shift: int = 0) -> None:
-        data, epoch, device = cast(Any, trainer.datamodule), _epoch(trainer), trainer.lightning_module.device
-        samples = data.sample_index
         seed_generators(seed, device.type)
         sample_random.begin(lambda: hash_ints(self.seed, epoch, samples), device, is_divided, shift)
-
-
-def _epoch(trainer: L.Trainer) -> int:
-    """Return the epoch by which a batch draws; evaluations of the same weights draw the same numbers at any time."""
-    return trainer.current_epoch if trainer.training else EVALUATION

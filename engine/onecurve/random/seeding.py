@@ -13,6 +13,11 @@ from onecurve.errors import UserError
 EVALUATION, SETUP, EPOCH_START = -1, -2, -3  # in place of an epoch
 
 
+def drawing_epoch(trainer: Any) -> int:
+    """Return the epoch by which a batch draws; evaluations of the same weights draw the same numbers at any time."""
+    return trainer.current_epoch if trainer.training else EVALUATION
+
+
 def seed_generators(key: int, device_type: str = "cpu") -> None:
     """Seed the global generators of torch, NumPy and Python, with those of this process's devices of a type.
 

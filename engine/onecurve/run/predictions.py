@@ -12,7 +12,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
-from onecurve.data.samples import makes_batches
+from onecurve.data.rank_loader import makes_batches
 from onecurve.errors import UserError
 from onecurve.records.files import atomic_write
 

@@ -1,9 +1,9 @@
 """Compute an optimizer step in parts, each with a forward and a backward pass of its own.
 
 A batch of Lightning is an optimizer step, on any hardware: hooks, `batch_idx`, counts and logs come once per step.
-The loader yields the parts of a step (`RankLoader` of `onecurve/data/loader.py`), and the closure that Lightning gives
-to the optimizer computes them one after the other. The parts are micro-batches, whose gradients add up in place; or
-the virtual ranks of this process (`onecurve/parallel/virtual_ranks.py`). The mean loss of a rank that has more or
+The loader yields the parts of a step (`RankLoader` of `onecurve/data/rank_loader.py`), and the closure that Lightning
+gives to the optimizer computes them one after the other. The parts are micro-batches, whose gradients add up in place;
+or the virtual ranks of this process (`onecurve/parallel/virtual_ranks.py`). The mean loss of a rank that has more or
 fewer samples than others is weighted by them, so that the mean over the ranks is that of the samples.
 
 In a step these follow each other: the objects of the passes are made; for each part its context begins, which tells

@@ -5,7 +5,6 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from traceback import format_exception
 from typing import Any
@@ -26,9 +25,10 @@ from torch.utils.data import (
 )
 
 from onecurve.data.batch_samplers import TrainingBatches
-from onecurve.data.layout import BatchLayout
-from onecurve.data.loader import RankLoader, epoch_order
+from onecurve.data.layout import Division
 from onecurve.data.ordered_data import OrderedData
+from onecurve.data.orders import order_of
+from onecurve.data.rank_loader import RankLoader
 from onecurve.errors import UserError
 from onecurve.identity.fingerprint import _bytes_of
 from onecurve.run.experiment import run_experiment
@@ -240,12 +240,16 @@ class Curriculum(Sampler[int]):
 def test_order_of_samplers(folder: Path) -> None:
     with pytest.raises(UserError, match="OwnOrder has a random generator of its own"):
         set_up(DataLoader(POINTS, 16, sampler=OwnOrder()), folder)
-    assert epoch_order(Curriculum(), 0, 3).tolist() == list(range(3, 67))
+
+    def order(sampler: Any, epoch: int) -> Any:
+        return order_of(DataLoader(POINTS, 16, sampler=sampler), 0, epoch)
+
+    assert order(Curriculum(), 3).tolist() == list(range(3, 67))
     longer = RandomSampler(POINTS, num_samples=250)  # type: ignore[arg-type]
-    assert set(torch.bincount(epoch_order(longer, 0, 0)).tolist()) == {2, 3}
+    assert set(torch.bincount(order(longer, 0)).tolist()) == {2, 3}
     weighted = WeightedRandomSampler([1.0] + 109 * [0.0], 32)
-    batches = TrainingBatches(16, BatchLayout(16).positions, 2, partial(epoch_order, weighted, 0))
-    assert set(batches.table().flatten().tolist()) == {0}
+    batches = TrainingBatches(lambda epoch: order(weighted, epoch).split(16), Division(), 2)
+    assert set(torch.cat([*batches.table()]).tolist()) == {0}
     fetched = RankLoader(DataLoader(POINTS, 16), batches, 0, CPU)
     assert len({tuple(point.tolist()) for (part,) in fetched for point in part.batch[0]}) == 32, "one sample, 32 noises"
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onecurve.data.batch_samplers import EvaluationBatches, TrainingBatches
-from onecurve.data.layout import BatchLayout, DataParallelInfo
+from onecurve.data.layout import BatchLayout, DataParallelInfo, Division
 from onecurve.errors import UserError
 from onecurve.random.hashing import permutation
 
@@ -22,13 +22,17 @@ def layouts(
     return [BatchLayout(batch, DataParallelInfo(dp_size, rank, shares=shares), **options) for rank in range(dp_size)]
 
 
+def batches(seed: int, epoch: int) -> tuple[torch.Tensor, ...]:
+    return permutation(COUNT, seed, epoch).split(BATCH)
+
+
 def epoch(dp_size: int, number: int = 0, seed: int = 0) -> list[list[int]]:
     """The samples of each batch, over all ranks."""
-    order = partial(permutation, COUNT, seed)
-    ranks = [TrainingBatches(BATCH, layout.positions, COUNT // BATCH, order) for layout in layouts(dp_size)]
+    divisions = [Division(layout.parallel, virtual_ranks=1) for layout in layouts(dp_size)]
+    ranks = [TrainingBatches(partial(batches, seed), division, COUNT // BATCH) for division in divisions]
     for rank in ranks:
         rank.epoch = number
-    return [sorted(torch.cat(batches).tolist()) for batches in zip(*ranks, strict=True)]
+    return [sorted(torch.cat(parts).tolist()) for parts in zip(*ranks, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -62,8 +66,7 @@ def test_refuses_batches_that_do_not_divide(batch: int, options: dict[str, Any],
 def test_epoch_takes_each_sample_at_most_once_and_drops_the_remainder() -> None:
     seen = [index for batch in epoch(2) for index in batch]
     assert len(seen) == len(set(seen)) == COUNT // BATCH * BATCH
-    positions = BatchLayout(BATCH, accumulate=2).positions
-    assert len(TrainingBatches(BATCH, positions, 3, partial(permutation, COUNT, 0))) == 6
+    assert len(TrainingBatches(partial(batches, 0), Division(accumulate=2), 3)) == 6
 
 
 @pytest.mark.parametrize(("batch", "shares", "sizes"), [(4096, None, {4}), (4100, None, {4, 5}), (4100, SHARES, None)])
@@ -71,7 +74,8 @@ def test_1024_ranks_divide_the_epochs_order(batch: int, shares: tuple[int, ...] 
     """No two ranks hold the same position of a global batch; put in their positions, all shares are that order."""
     ranks = layouts(1024, batch, shares)
     order = permutation(2 * batch + 7, 0, 0)
-    tables = [TrainingBatches(batch, layout.positions, 2, lambda epoch: order).table() for layout in ranks]
+    divisions = [Division(layout.parallel, virtual_ranks=1) for layout in ranks]
+    tables = [torch.stack([*TrainingBatches(lambda epoch: order.split(batch), own, 2)]) for own in divisions]
     positions = torch.cat([layout.positions[0] for layout in ranks])
     assert positions.sort().values.tolist() == list(range(batch))
     assert torch.cat(tables, dim=1)[:, positions.argsort()].flatten().equal(order[: 2 * batch])
@@ -91,7 +95,7 @@ def test_evaluation_counts_every_sample_once_by_shares(count: int, shares: tuple
     size, rounds = sum(shares), 32 // sum(shares)
     places = [DataParallelInfo(len(shares), rank, shares=shares) for rank in range(len(shares))]
     ranks = [EvaluationBatches(torch.arange(count), 32, place) for place in places]
-    tables = [rank.table() for rank in ranks]
+    tables = [torch.stack(rank.table()) if count else torch.empty(0, 0) for rank in ranks]
     indices = torch.cat([table.flatten() for table in tables])
     assert sorted(indices[indices >= 0].tolist()) == list(range(count))
     assert {len(table) for table in tables} == {math.ceil(count / rounds / size)}

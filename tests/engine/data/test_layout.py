@@ -15,12 +15,12 @@ from onecurve.data.layout import (
     BatchLayout,
     DataParallelInfo,
     Division,
-    OneProcess,
     alone,
     data_parallel_info,
     partners,
     virtual_layouts,
 )
+from onecurve.data.module_data import OneProcess
 from onecurve.errors import UserError
 
 

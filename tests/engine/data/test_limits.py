@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from onecurve.data.batch_samplers import apply_limit, limit_without_length, total_steps
+from onecurve.data.batch_samplers import apply_limit, total_steps
 from onecurve.errors import UserError
 
 OPTION = "trainer.limit_train_batches"
@@ -60,20 +60,20 @@ def test_a_limit_above_zero_leaves_something(limit: float, available: int) -> No
 
 @pytest.mark.parametrize(("limit", "expected"), [(5, 5), (1, 1), (0, 0), (None, None), (1.0, None)])
 def test_limit_of_a_stream(limit: Any, expected: int | None) -> None:
-    assert limit_without_length(OPTION, limit) == expected
+    assert apply_limit(OPTION, limit, None) == expected
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.5, 0.99])
 def test_a_stream_has_no_fraction(limit: float) -> None:
     with pytest.raises(UserError) as caught:
-        limit_without_length(OPTION, limit)
+        apply_limit(OPTION, limit, None)
     assert str(caught.value) == f"{OPTION}={limit}, but a stream has no length: set a number of batches"
 
 
 @pytest.mark.parametrize("limit", [-1, 1.5, True])
 def test_a_limit_of_a_stream_is_a_count(limit: Any) -> None:
     with pytest.raises(UserError, match=rf"^{OPTION}={limit}: set a number of batches of data.batch_size"):
-        limit_without_length(OPTION, limit)
+        apply_limit(OPTION, limit, None)
 
 
 @pytest.mark.parametrize(

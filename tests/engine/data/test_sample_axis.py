@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from onecurve.data.loader import order_of, sample_axis
-from onecurve.data.samples import SampleAxis
+from onecurve.data.orders import order_of
+from onecurve.data.rank_loader import SampleAxis, sample_axis
 
 
 class Texts(Dataset[Any]):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import Subset
 
-from onecurve.data import samples as samples_module
-from onecurve.data.samples import SampleAxis, SeededSamples, collated, find_sample_axis, makes_batches
+from onecurve.data import rank_loader
+from onecurve.data.rank_loader import SampleAxis, SeededSamples, find_sample_axis, makes_batches
 from onecurve.errors import UserError
 from onecurve.random.seeding import seed_generators
 from tests.support.draws import KEY, draws, expected_draws
@@ -112,7 +112,7 @@ def test_each_sample_is_fetched_with_its_key() -> None:
 
 @pytest.mark.parametrize("is_worker", [True, False])
 def test_only_a_process_without_workers_keeps_its_generators(is_worker: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples_module, "get_worker_info", lambda: object() if is_worker else None)
+    monkeypatch.setattr(rank_loader, "get_worker_info", lambda: object() if is_worker else None)
     monkeypatch.delattr(torch.cuda, "set_rng_state_all")  # samples leave the generators of GPUs alone
     seed_generators(1)
     SeededSamples(Squares(), list).__getitems__(torch.tensor([[0], [2]]))
@@ -200,31 +200,6 @@ def test_fetching_leaves_the_generators_alone() -> None:
     torch.manual_seed(0)
     fetch([1], [2])
     assert torch.equal(torch.rand(3), expected)
-
-
-def without_broken(items: list[Any]) -> torch.Tensor:
-    return torch.stack([item for item in items if item is not None])
-
-
-def test_a_batch_of_broken_samples_is_named() -> None:
-    with pytest.raises(UserError, match=r"^collate_fn leaves out all 2 samples of a batch.* out in the dataset$"):
-        collated(without_broken, [None, None], is_divided=False)
-
-
-def test_another_error_of_collate_stays_as_it_is() -> None:
-    """Its text, or the line that raises it, is not that of an empty batch; some functions accept one."""
-    with pytest.raises(RuntimeError, match="equal size"):
-        collated(without_broken, [zeros(1), zeros(2)], is_divided=False)
-    with pytest.raises(RuntimeError, match="equal size"):
-        collated(lambda items: items and torch.stack(items), [zeros(1), zeros(2)], is_divided=False)
-
-    def refuse(items: list[Any]) -> None:
-        if not items:
-            raise ValueError("refused")
-        raise ValueError("refused")
-
-    with pytest.raises(ValueError, match="refused"):
-        collated(lambda items: refuse(items), [zeros(1)], is_divided=False)  # a frame of its own
 
 
 def test_fetched_samples_are_themselves_only() -> None:

@@ -1,7 +1,7 @@
 """Transforms of the user change an image by (seed, epoch, sample) alone, on any number of processes and workers."""
 
 import random
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from onecurve.data.batch_samplers import TrainingBatches
-from onecurve.data.layout import BatchLayout, DataParallelInfo
-from onecurve.data.loader import RankLoader
+from onecurve.data.layout import DataParallelInfo, Division
+from onecurve.data.rank_loader import RankLoader
 from onecurve.errors import UserError
 from onecurve.random.hashing import permutation
 from src.data.images import ImageSet, ImageSplit, TransformedSplit, join
@@ -37,12 +37,12 @@ def images_by_sample(
     split = ImageSplit(ImageSet(torch.zeros(48, 3, 4, 4, dtype=torch.uint8), torch.zeros(48)), torch.arange(48))
     found: dict[int, list[int]] = {}
     for rank in range(dp_size):
-        layout = BatchLayout(16, DataParallelInfo(dp_size, rank), accumulate)
-        batches = TrainingBatches(16, layout.positions, 3, partial(permutation, 48, seed))
+        division = Division(DataParallelInfo(dp_size, rank), accumulate)
+        batches = TrainingBatches(lambda epoch: permutation(48, seed, epoch).split(16), division, 3)
         batches.set_epoch(epoch)
         data = TransformedSplit(split, [transform or Noise()])
         loader: Any = DataLoader(data, 16, shuffle=True, collate_fn=join)
-        for (part,) in RankLoader(loader, batches, seed, torch.device("cpu")):
+        for part in chain.from_iterable(RankLoader(loader, batches, seed, torch.device("cpu"))):
             index, images = part.batch.sample_index, part.batch.image
             found |= dict(zip(index.tolist(), images[:, :, 0, 0].tolist(), strict=True))
     return found

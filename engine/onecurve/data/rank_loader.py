@@ -1,33 +1,32 @@
-"""The loader of a rank: its part of each batch of a torch DataLoader, which is taken apart."""
+"""The loader of a rank: its part of each batch of a torch DataLoader, which is taken apart.
+
+The samples are fetched with the generators seeded for each, collated, and counted in what that makes.
+"""
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from itertools import islice
-from typing import Any, NamedTuple, cast
+from itertools import groupby, islice
+from typing import Any, NamedTuple
 
-import lightning as L
 import torch
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, default_collate, get_worker_info
 
 from onecurve.data.batch import StepParts, as_part
-from onecurve.data.batch_samplers import Batches, EvaluationBatches
-from onecurve.data.layout import alone
-from onecurve.data.sampler_draws import draw, is_repeatable
-from onecurve.data.samples import SampleAxis, SeededSamples, find_sample_axis, makes_batches
+from onecurve.data.batch_samplers import EvaluationBatches, TrainingBatches
+from onecurve.data.orders import has_given_batches, is_repeatable, order_of, sampler_of
 from onecurve.errors import UserError
 from onecurve.network.object_state import are_equal
-from onecurve.patches.lightning_loops import combination_mode
-from onecurve.patches.torch import TreeSpec, tree_flatten
+from onecurve.patches.torch import leaves_with_paths, tree_leaves
 from onecurve.process import signals
-from onecurve.random.hashing import hash_ints, permutation
-from onecurve.random.seeding import EVALUATION, seed_generators
+from onecurve.random.hashing import hash_ints
+from onecurve.random.seeding import refuse_draws, seed_generators
 
 _log = logging.getLogger(__name__)
 _PROBED, _PROBED_PAIRS = 8, 4  # samples
@@ -46,40 +45,38 @@ class RankLoader:
 
     Args:
         loader: the user's loader.
-        batches: the positions of the rank's batches.
+        batches: the positions of the rank's batches; it yields those of an optimizer step at once.
         is_divided: whether other ranks or micro-batches hold parts of the same global batch.
-        num_parts: number of batches of `batches` that it yields at once, as the parts of an optimizer step.
-        axis: what has the number of samples in a batch.
     """
 
     def __init__(
         self,
         loader: DataLoader[Any],
-        batches: Batches,
+        batches: TrainingBatches | EvaluationBatches,
         seed: int,
         device: torch.device,
         is_divided: bool = False,
-        num_parts: int = 1,
-        axis: SampleAxis | None = None,
     ) -> None:
         self.dataset: Any = loader.dataset
         self.batch_size = loader.batch_size  # that of a step, for code that asks the trainer's loader
         self.sampler = self.batch_sampler = batches  # Lightning reads both, and sets the epoch
-        self.num_parts, self._makes_batches = num_parts, yields_batches(loader)
+        self._makes_batches = yields_batches(loader)
         is_batched = makes_batches(self.dataset)
         is_there = is_batched and self.dataset.move_to(device) and not loader.num_workers
         self._device = device if is_there else None
+        # Parts are weighted by their positions, so a `collate_fn` must not leave samples out.
+        axis = sample_axis(loader, order_of(loader, seed, batches.epoch), seed) if is_divided else None
         samples = SeededSamples(self.dataset, collate_function(loader), is_divided, axis)
         keyed = _KeyedBatches(batches, seed, keep_padding=is_batched)
-        options = {name: getattr(loader, name) for name in _OPTIONS}
-        self._loader = fetch(loader, samples, keyed, loader.num_workers, pin_memory=device.type == "cuda", **options)
+        options = {name: getattr(loader, name) for name in _OPTIONS} | {"pin_memory": device.type == "cuda"}
+        self._loader = _fetch(loader, samples, keyed, loader.num_workers, **options)
 
     def __len__(self) -> int:
-        return len(self.sampler) // self.num_parts
+        return len(self.sampler) // self.sampler.parts_per_step
 
     def __iter__(self) -> Iterator[StepParts]:
         batches, weights = self._batches(), self.sampler.weights()
-        while several := list(islice(batches, self.num_parts)):
+        while several := list(islice(batches, self.sampler.parts_per_step)):
             yield StepParts(as_part(*batch, next(weights), self._makes_batches) for batch in several)
 
     def _batches(self) -> Iterator[tuple[Tensor, Any]]:
@@ -87,8 +84,8 @@ class RankLoader:
             with errors_of_workers():
                 yield from self._loader
             return
-        table = self.sampler.table()
-        for rows in [table] if isinstance(table, Tensor) else [row[None] for row in table]:
+        for _, of_one_size in groupby(self.sampler.table(), len):
+            rows = torch.stack([*of_one_size])
             rows = rows.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else rows
             for batch in self.dataset.batches(rows):
                 yield batch.sample_index, batch
@@ -100,24 +97,87 @@ class _KeyedBatches(Sampler[Tensor]):
     A key depends on the place in the epoch, so that a sample that occurs twice gets other random numbers.
     """
 
-    def __init__(self, batches: Batches, seed: int, keep_padding: bool) -> None:
+    def __init__(self, batches: TrainingBatches | EvaluationBatches, seed: int, keep_padding: bool) -> None:
         self.batches, self.seed, self.keep_padding = batches, seed, keep_padding
 
     def __iter__(self) -> Iterator[Tensor]:
-        epoch = EVALUATION if isinstance(self.batches, EvaluationBatches) else self.batches.epoch
         for positions, places in zip(self.batches.table(), self.batches.places(), strict=True):
-            batch = torch.stack([positions, hash_ints(self.seed, epoch, places)])
+            batch = torch.stack([positions, hash_ints(self.seed, self.batches.epoch, places)])
             yield batch if self.keep_padding else batch[:, batch[0] >= 0]
 
 
-def fetch(
+class SampleAxis(NamedTuple):
+    """Which size of a batch is its number of samples, or a multiple: dimension `dim` of the tensor number `leaf`."""
+
+    leaf: int
+    dim: int
+    per_sample: int
+
+    def samples_in(self, batch: Any) -> float:
+        """Return the number of samples in a batch."""
+        return tree_leaves(batch)[self.leaf].shape[self.dim] / self.per_sample
+
+
+@dataclass(eq=False)
+class SeededSamples(Dataset[Any]):
+    """Fetches batches: the positions of n samples, (n,), and what `collate` makes of the samples.
+
+    The global generators of torch, NumPy and Python are seeded with each sample's key before it is fetched, and with
+    that of the first sample before they are collated. Workers have no state: the key comes with the position.
+
+    Args:
+        dataset: the samples.
+        collate: makes a batch of samples.
+        is_divided: whether other ranks or micro-batches hold parts of the same global batch, so that `collate` must not
+            draw random numbers nor change the number of samples.
+        axis: what has the number of samples in a batch, if it is known.
+    """
+
+    dataset: Any
+    collate: Callable[[list[Any]], Any]
+    is_divided: bool = False
+    axis: SampleAxis | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, samples: Tensor) -> tuple[Tensor, Any]:
+        """Fetch the samples of (2, n) positions and keys; a dataset that has `batches` does so itself."""
+        positions, keys = samples
+        if makes_batches(self.dataset):
+            return positions, next(iter(self.dataset.batches(positions[None])))
+        with isolate_rng(include_cuda=False) if get_worker_info() is None else nullcontext():
+            items = []
+            for position, key in samples.T.tolist():
+                seed_generators(key)
+                items.append(self._fetch(position))
+            seed_generators(int(keys[0]))
+            with refuse_draws("collate_fn", self.is_divided):
+                batch = self.collate(items)
+            made = self.axis.samples_in(batch) if self.is_divided and self.axis else len(items)
+            if made != len(items):
+                raise UserError(
+                    f"collate_fn makes a batch of {made:g} samples from {len(items)}, so the curve would depend on the "
+                    "number of processes: leave samples out in the dataset, or set bit_exact=true"
+                )
+            return positions, batch
+
+    def _fetch(self, position: int) -> Any:
+        try:
+            return self.dataset[position]
+        except Exception as error:
+            if not isinstance(error, UserError) and hasattr(error, "add_note"):  # Python 3.10 has no notes
+                dataset = self.dataset
+                while isinstance(dataset, Subset):
+                    dataset, position = dataset.dataset, dataset.indices[position]
+                error.add_note(f"This is sample {position} of {type(dataset).__name__}.")
+            raise
+
+
+def _fetch(
     loader: DataLoader[Any], samples: SeededSamples, batches: Iterable[Tensor], workers: int, **options: Any
 ) -> DataLoader[Any]:
-    """Return a loader of batches of (2, n) positions and keys, whose workers start like those of the user's loader.
-
-    Samples that are fetched apart from training need a worker, if training has some: this process would open files that
-    workers then share with each other.
-    """
+    """Return a loader of batches of (2, n) positions and keys, whose workers start like those of the user's loader."""
     return DataLoader(
         samples,
         batch_sampler=batches,  # type: ignore[arg-type]
@@ -125,6 +185,18 @@ def fetch(
         **worker_options(loader, workers),
         **options,
     )
+
+
+def _probe(
+    loader: DataLoader[Any], batches: Iterable[Tensor], seed: int, collate: Callable[[list[Any]], Any] | None = None
+) -> DataLoader[Any]:
+    """Return a loader of batches of (n,) positions, which are fetched apart from training.
+
+    They need a worker, if training has some: this process would open files that workers then share with each other.
+    """
+    samples = SeededSamples(loader.dataset, collate or collate_function(loader))
+    keyed = [torch.stack([positions, hash_ints(seed, 0, positions)]) for positions in batches]
+    return _fetch(loader, samples, keyed, min(1, loader.num_workers))
 
 
 def worker_options(loader: DataLoader[Any], workers: int) -> dict[str, Any]:
@@ -152,8 +224,8 @@ def errors_of_workers() -> Iterator[None]:
 
 def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
     """Refuse a sampler, and warn of a dataset, with random numbers that the keys do not determine."""
-    sampler = loader.batch_sampler if has_given_batches(loader) else loader.sampler
-    if not (_is_shuffling(sampler) or is_repeatable(sampler, seed, loader.dataset, has_given_batches(loader))):
+    sampler = sampler_of(loader)
+    if not is_repeatable(sampler, seed, loader.dataset, has_given_batches(loader)):
         raise UserError(
             f"{method}: {type(sampler).__name__} has a random generator of its own, so each process would have "
             "another order: let it draw from the global generator of torch, NumPy or Python"
@@ -161,10 +233,7 @@ def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
     if makes_batches(loader.dataset):
         return
     count = 1 if yields_batches(loader) else min(_PROBED, len(loader.dataset))  # type: ignore[arg-type]
-    positions = torch.arange(count)
-    batch = torch.stack([positions, hash_ints(seed, 0, positions)])
-    samples = SeededSamples(loader.dataset, collate_function(loader))
-    (_, first), (_, again) = fetch(loader, samples, [batch, batch], min(1, loader.num_workers))
+    (_, first), (_, again) = _probe(loader, [torch.arange(count)] * 2, seed)
     if not are_equal(first, again):
         _log.warning(
             "%s: a sample fetched twice differs, although torch, NumPy and Python are seeded alike. %s has a random "
@@ -172,6 +241,25 @@ def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
             "from the global generators instead",
             *(method, type(loader.dataset).__name__),
         )
+
+
+def find_sample_axis(pairs: Sequence[Any], singles: Sequence[Any]) -> SampleAxis | None:
+    """Compare batches of two samples with batches of one: the size that doubles most often is the number of samples.
+
+    Of several sizes it is one that is the number itself, as texts that are concatenated may have equal lengths. None if
+    no size doubles more than once, by which a padded length might do so by chance.
+    """
+    doubled = Counter[SampleAxis]()
+    for pair, single in zip(pairs, singles, strict=True):
+        leaves = zip(leaves_with_paths(pair), leaves_with_paths(single), strict=False)
+        for leaf, ((path, two), (other, one)) in enumerate(leaves):
+            if path != other:  # a list of samples shifts the leaves behind it
+                continue
+            sizes = zip(getattr(two, "shape", ()), getattr(one, "shape", ()), strict=False)
+            doubled.update(SampleAxis(leaf, dim, b) for dim, (a, b) in enumerate(sizes) if b and a == 2 * b)
+    rated = doubled.items()
+    axis, times = max(rated, key=lambda item: (item[1], item[0].per_sample == 1), default=(None, 0))
+    return axis if times > 1 else None
 
 
 def sample_axis(loader: DataLoader[Any], order: Tensor | list[Tensor], seed: int) -> SampleAxis | None:
@@ -182,21 +270,14 @@ def sample_axis(loader: DataLoader[Any], order: Tensor | list[Tensor], seed: int
     """
     if loader.collate_fn is default_collate or yields_batches(loader) or makes_batches(loader.dataset):
         return None
-    if not (pairs := _spread_pairs(order)):
+    is_given = isinstance(order, list)
+    pairs = [batch[:2] for batch in order if len(batch) > 1] if is_given else order[: len(order) // 2 * 2].view(-1, 2)
+    if not len(pairs):
         return None
-    keyed = [torch.stack([pair, hash_ints(seed, 0, pair)]) for pair in pairs]
-    small = [pair[:, :size] for pair in keyed for size in (2, 1)]
-    samples = SeededSamples(loader.dataset, partial(_collate_if_possible, collate_function(loader)))
-    made = [collated for _, collated in fetch(loader, samples, small, min(1, loader.num_workers))]
+    chosen = torch.linspace(0, len(pairs) - 1, _PROBED_PAIRS, dtype=torch.float64).long().unique().tolist()
+    small = [pairs[number][:size] for number in chosen for size in (2, 1)]
+    made = [batch for _, batch in _probe(loader, small, seed, partial(_collate_if_possible, loader.collate_fn))]
     return find_sample_axis(made[::2], made[1::2])
-
-
-def _spread_pairs(order: Tensor | list[Tensor]) -> list[Tensor]:
-    """Return a few pairs of samples that follow each other in an order, or in the batches that are given."""
-    batches = [] if isinstance(order, Tensor) else [batch for batch in order if len(batch) > 1]
-    count = len(order) // 2 if isinstance(order, Tensor) else len(batches)
-    chosen = torch.linspace(0, count - 1, _PROBED_PAIRS, dtype=torch.float64).long().unique().tolist() if count else []
-    return [order[2 * n : 2 * n + 2] if isinstance(order, Tensor) else batches[n][:2] for n in chosen]
 
 
 def _collate_if_possible(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
@@ -225,75 +306,20 @@ def examples(loader: DataLoader[Any], spans: Sequence[tuple[int, int]], seed: in
     for first, last in spans:
         numbers = torch.arange(first, first + 1 if yields_batches(loader) else last)
         if isinstance(order, Tensor):
-            positions = order[hash_ints(seed, numbers) % len(order)]
+            batches.append(order[hash_ints(seed, numbers) % len(order)])
         else:
-            positions = order[0][numbers % len(order[0])]
-        batches.append(torch.stack([positions, positions]))
-    samples = SeededSamples(loader.dataset, collate_function(loader))
-    fetched = fetch(loader, samples, batches, min(1, loader.num_workers))
-    return [StepParts([as_part(*batch)]) for batch in fetched]
+            batches.append(order[0][numbers % len(order[0])])
+    return [StepParts([as_part(*batch)]) for batch in _probe(loader, batches, seed)]
 
 
-class Loaders(NamedTuple):
-    """The loaders that a method returned.
-
-    Attributes:
-        method: the method, for error messages.
-        leaves: the loaders.
-        structure: the collection whose leaves they are.
-        mode: that of a `CombinedLoader`; Lightning's default for anything else.
-    """
-
-    method: str
-    leaves: list[DataLoader[Any]]
-    structure: TreeSpec
-    mode: str
-
-
-def loaders_of(plain: L.LightningDataModule, name: str, seed: int) -> Loaders:
-    """Return the loaders of `train`, `val`, `test` or `predict` of a DataModule, made with generators of this seed.
-
-    Raises:
-        UserError: if a loader hides which samples there are, or the loaders cannot be combined.
-    """
-    method, returned = f"{type(plain).__name__}.{name}_dataloader", None
-    if is_overridden(f"{name}_dataloader", plain, L.LightningDataModule):
-        with isolate_rng(include_cuda=False), alone():
-            seed_generators(seed)
-            returned = getattr(plain, f"{name}_dataloader")()
-    collection, mode = returned, "max_size_cycle" if name == "train" else "sequential"
-    if isinstance(returned, CombinedLoader):
-        collection, mode = returned.iterables, combination_mode(returned)
-    leaves, structure = tree_flatten([] if collection is None else collection)
-    if (mode == "sequential") == (name == "train"):
-        raise UserError(
-            f"{method} combines loaders in the mode {mode}: "
-            + ("training takes a batch of each" if name == "train" else "an evaluation takes one after the other")
-        )
-    for loader in leaves:
-        _check_loader(loader, method)
-    return Loaders(method, leaves, structure, mode)
-
-
-def _check_loader(loader: Any, method: str) -> None:
-    """Check that the dataset of a loader, and not the loader, decides which samples there are."""
-    if not isinstance(loader, DataLoader):
-        raise UserError(f"{method} returns {type(loader).__name__}: return a torch DataLoader")
-    # litdata's own __iter__ counts the samples for its state.
-    if type(loader).__iter__ is not DataLoader.__iter__ and type(loader).__module__.partition(".")[0] != "litdata":
-        raise UserError(f"{method}: {type(loader).__name__} has an __iter__ of its own: return a torch DataLoader")
-    if hasattr(loader.sampler, "num_replicas"):
-        raise UserError(f"{method} has a {type(loader.sampler).__name__}: leave it out, ranks share the data anyway")
+def makes_batches(dataset: Any) -> bool:
+    """Return whether a dataset makes batches of positions itself (`RankLoader`)."""
+    return hasattr(dataset, "batches") and hasattr(dataset, "move_to")
 
 
 def yields_batches(loader: DataLoader[Any]) -> bool:
     """Return whether the dataset of a loader yields batches, because the loader has `batch_size=None`."""
     return loader.batch_size is None and loader.batch_sampler is None
-
-
-def has_given_batches(loader: DataLoader[Any]) -> bool:
-    """Return whether a `batch_sampler` of the user's gives the batches of a loader."""
-    return loader.batch_size is None and loader.batch_sampler is not None
 
 
 def collate_function(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
@@ -304,29 +330,6 @@ def collate_function(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
 def _convert_only(convert: Callable[[Any], Any], batches: list[Any]) -> Any:
     (batch,) = batches
     return convert(batch)
-
-
-def order_of(loader: DataLoader[Any], seed: int, epoch: int) -> Tensor | list[Tensor]:
-    """Return the (n,) positions of an epoch in order, or those of each batch if a `batch_sampler` gives them."""
-    if has_given_batches(loader):
-        return draw(loader.batch_sampler, seed, epoch, loader.dataset, has_batches=True)
-    return epoch_order(loader.sampler, seed, epoch, loader.dataset)
-
-
-def epoch_order(sampler: Any, seed: int, epoch: int, dataset: Any = None) -> Tensor:
-    """Return the (n,) positions of an epoch in the order of a user's sampler.
-
-    Shuffling is the project's own. Other samplers draw from torch's global generator, or one of their own, seeded with
-    a hash of (seed, epoch); so a weighted sampler, too, has the same order on any hardware and after a restart.
-    """
-    if _is_shuffling(sampler):
-        return permutation(len(sampler.data_source), seed, epoch)[: len(sampler)]
-    return cast(Tensor, draw(sampler, seed, epoch, dataset))
-
-
-def _is_shuffling(sampler: Any) -> bool:
-    """Return whether a sampler is the one of `shuffle=True`."""
-    return type(sampler) is RandomSampler and not sampler.replacement and len(sampler) <= len(sampler.data_source)
 
 
 def _init_worker(function: Callable[[int], Any] | None, worker: int) -> None:

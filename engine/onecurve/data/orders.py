@@ -1,4 +1,4 @@
-"""What a sampler of the user's yields in an epoch, as a function of (seed, epoch): in any process, as often as asked.
+"""The order of the samples in an epoch, as a function of (seed, epoch): in any process, as often as asked.
 
 A sampler may have a state, such as a list of batches that it shuffles in place. So each epoch draws from a copy.
 """
@@ -6,24 +6,49 @@ A sampler may have a state, such as a list of batches that it shuffles in place.
 import copy
 import operator
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from onecurve.errors import UserError
 from onecurve.network.object_state import are_equal
-from onecurve.random.hashing import hash_ints
+from onecurve.random.hashing import hash_ints, permutation
 from onecurve.random.seeding import seed_generators
 
 # A generator that is copied would begin anew in each epoch, and hide that nobody seeds it.
 _SHARED = (Dataset, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DATASETS = ("data_source", "dataset")  # the names that samplers give theirs, whatever its class
 _COMPARED = 16  # epochs; two batches have the same order in one of two
+
+
+def has_given_batches(loader: DataLoader[Any]) -> bool:
+    """Return whether a `batch_sampler` of the user's gives the batches of a loader."""
+    return loader.batch_size is None and loader.batch_sampler is not None
+
+
+def sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return what gives a loader its samples, or its batches."""
+    return loader.batch_sampler if has_given_batches(loader) else loader.sampler
+
+
+def order_of(loader: DataLoader[Any], seed: int, epoch: int) -> Tensor | list[Tensor]:
+    """Return the (n,) positions of an epoch in order, or those of each batch if a `batch_sampler` gives them.
+
+    Shuffling is the project's own. Other samplers draw from torch's global generator, or one of their own, seeded with
+    a hash of (seed, epoch); so a weighted sampler, too, has the same order on any hardware and after a restart.
+    """
+    sampler = sampler_of(loader)
+    if _is_shuffling(sampler):
+        return permutation(len(sampler.data_source), seed, epoch)[: len(sampler)]
+    return draw(sampler, seed, epoch, loader.dataset, has_given_batches(loader))
+
+
+def _is_shuffling(sampler: Any) -> bool:
+    """Return whether a sampler is the one of `shuffle=True`."""
+    return type(sampler) is RandomSampler and not sampler.replacement and len(sampler) <= len(sampler.data_source)
 
 
 def draw(sampler: Any, seed: int, epoch: int, dataset: Any = None, has_batches: bool = False) -> Tensor | list[Tensor]:
@@ -44,6 +69,8 @@ def is_repeatable(sampler: Any, seed: int, dataset: Any = None, has_batches: boo
     def of_epoch(epoch: int) -> Tensor | list[Tensor]:
         return draw(sampler, seed, epoch, dataset, has_batches)
 
+    if _is_shuffling(sampler):
+        return True
     first = of_epoch(0)
     if not are_equal(first, of_epoch(0)):
         return False
@@ -64,18 +91,11 @@ def _drawn(sampler: Any, seed: int, epoch: int, has_batches: bool) -> Any:
             if isinstance(getattr(each, "generator", None), torch.Generator):
                 each.generator.manual_seed(key)
         drawn = list(sampler)
-    return [_positions(batch, sampler) for batch in drawn] if has_batches else _positions(drawn, sampler)
+    return [_positions(batch) for batch in drawn] if has_batches else _positions(drawn)
 
 
-def _positions(drawn: Any, sampler: Any) -> Tensor:
-    try:
-        return torch.tensor([operator.index(position) for position in drawn], dtype=torch.int64)
-    except TypeError:
-        first = next(iter(drawn), None) if isinstance(drawn, Sequence) else drawn
-        raise UserError(
-            f"{type(sampler).__name__} yields {first!r}, which is not the position of a sample: let it yield integers, "
-            "the positions of the dataset, and take what else a sample needs, such as its size, from the dataset"
-        ) from None
+def _positions(drawn: Any) -> Tensor:
+    return torch.tensor([operator.index(position) for position in drawn], dtype=torch.int64)  # and no numbers like 1.5
 
 
 def _copy(sampler: Any, dataset: Any) -> Any:

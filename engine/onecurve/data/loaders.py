@@ -1,0 +1,351 @@
+"""The loaders that a DataModule returns, and their division among the ranks, whatever kind of loader each is.
+
+The batches of training loaders are divided into the parts of a step. In an evaluation each sample belongs to one rank.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache, partial
+from itertools import chain, repeat
+from typing import Any, NamedTuple, cast
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from onecurve.data.batch import StepParts, combine
+from onecurve.data.batch_samplers import EvaluationBatches, TrainingBatches, apply_limit
+from onecurve.data.layout import DataParallelInfo, Division, alone
+from onecurve.data.orders import has_given_batches, order_of, sampler_of
+from onecurve.data.rank_loader import RankLoader, check_repeatable, examples, makes_batches, yields_batches
+from onecurve.data.streams import StreamLoader, examine, length_of_stream
+from onecurve.errors import UserError
+from onecurve.patches.lightning_loops import combination_mode
+from onecurve.patches.torch import TreeSpec, tree_flatten, tree_unflatten
+from onecurve.random.hashing import hash_ints
+from onecurve.random.seeding import EVALUATION, seed_generators
+
+_OPTION = "trainer.limit_train_batches"
+
+
+class Loaders(NamedTuple):
+    """The loaders that a method returned.
+
+    Attributes:
+        method: the method, for error messages.
+        leaves: the loaders.
+        structure: the collection whose leaves they are.
+        mode: that of a `CombinedLoader`; Lightning's default for anything else.
+    """
+
+    method: str
+    leaves: list[DataLoader[Any]]
+    structure: TreeSpec
+    mode: str
+
+
+def loaders_of(plain: L.LightningDataModule, name: str, seed: int) -> Loaders:
+    """Return the loaders of `train`, `val`, `test` or `predict` of a DataModule, made with generators of this seed.
+
+    Raises:
+        UserError: if a loader hides which samples there are, or the loaders cannot be combined.
+    """
+    method, returned = f"{type(plain).__name__}.{name}_dataloader", None
+    if is_overridden(f"{name}_dataloader", plain, L.LightningDataModule):
+        with isolate_rng(include_cuda=False), alone():
+            seed_generators(seed)
+            returned = getattr(plain, f"{name}_dataloader")()
+    collection, mode = returned, "max_size_cycle" if name == "train" else "sequential"
+    if isinstance(returned, CombinedLoader):
+        collection, mode = returned.iterables, combination_mode(returned)
+    leaves, structure = tree_flatten([] if collection is None else collection)
+    if (mode == "sequential") == (name == "train"):
+        raise UserError(
+            f"{method} combines loaders in the mode {mode}: "
+            + ("training takes a batch of each" if name == "train" else "an evaluation takes one after the other")
+        )
+    for loader in leaves:
+        _check_loader(loader, method)
+    return Loaders(method, leaves, structure, mode)
+
+
+def _check_loader(loader: Any, method: str) -> None:
+    """Check that the dataset of a loader, and not the loader, decides which samples there are."""
+    if not isinstance(loader, DataLoader):
+        raise UserError(f"{method} returns {type(loader).__name__}: return a torch DataLoader")
+    # litdata's own __iter__ counts the samples for its state.
+    if type(loader).__iter__ is not DataLoader.__iter__ and type(loader).__module__.partition(".")[0] != "litdata":
+        raise UserError(f"{method}: {type(loader).__name__} has an __iter__ of its own: return a torch DataLoader")
+    if hasattr(loader.sampler, "num_replicas"):
+        raise UserError(f"{method} has a {type(loader.sampler).__name__}: leave it out, ranks share the data anyway")
+
+
+class TrainingLoaders:
+    """The training loaders of a run: one, or a collection of several that a step takes a batch of each.
+
+    Args:
+        division: the division of a global batch among ranks and micro-batches.
+        limit: the limit of steps per epoch; None for all.
+
+    Attributes:
+        batch_size: samples of a global batch of the first loader; of its first batch, if a batch_sampler gives them.
+        layout: that of the first loader's batches, or of the first virtual rank in them.
+        has_one_size: whether each batch has their size: not of several loaders, nor of a batch_sampler.
+    """
+
+    def __init__(self, loaders: Loaders, division: Division, seed: int, limit: int | float | None) -> None:
+        self.loaders, self.limit = loaders, limit
+        self.rank_loaders: list[RankLoader | StreamLoader] = []
+        self.sources = [_source(loader, division, seed) for loader in loaders.leaves]
+        size = self.batch_size = self.sources[0].batch_size
+        is_given = self.sources[0].is_given
+        if division.bit_exact and is_given:  # batches of virtual ranks, of any sizes
+            size -= size % division.virtual_ranks
+        self.layout = division.layouts(size)[0]
+        self.has_one_size = len(self.sources) == 1 and not is_given
+        for source in self.sources:
+            _check(source, loaders.method)
+
+    @cached_property
+    def steps(self) -> int | None:
+        """Number of steps per epoch; None if a stream ends it."""
+        counts = [source.steps for source in self.sources]
+        known = [steps for steps in counts if steps is not None]
+        is_shortest = self.loaders.mode == "min_size"
+        if len(known) == len(counts):
+            return apply_limit(_OPTION, self.limit, min(known) if is_shortest else max(known))
+        if not is_shortest and len(counts) > 1:
+            raise UserError(
+                f"{self.loaders.method}: a stream without a length cannot be combined in the mode {self.loaders.mode}: "
+                'give it a __len__, or return CombinedLoader(..., "min_size")'
+            )
+        limit = apply_limit(_OPTION, self.limit, None)
+        return None if limit is None else min([limit, *known])
+
+    def of_rank(self, device: torch.device) -> RankLoader | StreamLoader | CombinedLoader:
+        """Return the loader of this rank.
+
+        Of several, each has as many steps as the epoch; with the mode `max_size` one that has ended gives None.
+        """
+        self.rank_loaders = [source.of_rank(self._steps_of(source), device) for source in self.sources]
+        if self.loaders.structure.is_leaf():
+            return self.rank_loaders[0]
+        together = tree_unflatten(self.rank_loaders, self.loaders.structure)
+        return CombinedLoader(together, "max_size" if self.loaders.mode == "max_size" else "min_size")
+
+    def resume(self, epoch: int, steps: int, states: Sequence[Any]) -> None:
+        """Let the loader of this rank begin after so many steps of an epoch, with the states of streams."""
+        for loader, state in zip(self.rank_loaders, states or repeat(None), strict=False):
+            loader.sampler.epoch, loader.sampler.start = epoch, steps
+            if isinstance(loader, StreamLoader):
+                loader.state = state
+
+    def states_after(self, steps: int) -> list[Any]:
+        """Return the state of each stream after so many steps of the epoch."""
+        return [loader.states.get(steps) if isinstance(loader, StreamLoader) else None for loader in self.rank_loaders]
+
+    def example_batches(self, spans: Sequence[tuple[int, int]]) -> list[StepParts]:
+        """Return a batch of the samples of the first loader for each of `spans`, and of others alike."""
+        of_sources = []
+        for source in self.sources:
+            scaled = [[-(-number * source.batch_size // self.batch_size) for number in span] for span in spans]
+            of_sources.append(source.examples([(first, max(last, first + 1)) for first, last in scaled]))
+        return [combine(tree_unflatten(several, self.loaders.structure)) for several in zip(*of_sources, strict=True)]
+
+    def _steps_of(self, source: "_Source") -> int | None:
+        """Return how many batches of a loader an epoch takes; more than it has if it begins again, None for all."""
+        if self.steps is None:
+            return source.steps
+        has_end = self.loaders.mode == "max_size" and source.steps is not None
+        return min(self.steps, cast(int, source.steps)) if has_end else self.steps
+
+
+class _Samples:
+    """A loader of a map-style dataset. Without a `batch_size` its samples are batches.
+
+    Attributes:
+        is_given: whether a `batch_sampler` gives the batches; one by one, each is that of a virtual rank.
+        per_step: how many batches a step takes.
+    """
+
+    digest: str | None = None
+
+    def __init__(self, loader: DataLoader[Any], division: Division, seed: int) -> None:
+        self.loader, self.division, self.seed = loader, division, seed
+        self.is_given = has_given_batches(loader)
+        if self.is_given:
+            self.per_step = division.virtual_ranks if division.bit_exact else 1
+            sizes = [len(batch) for batch in order_of(loader, seed, 0)]
+            self.batch_size, self.samples = sum(sizes[: self.per_step]), sum(sizes)
+            self.steps = len(sizes) // self.per_step
+        else:
+            self.per_step, self.batch_size = 1, loader.batch_size or division.virtual_ranks
+            self.samples = len(cast(Any, loader.sampler))
+            self.steps = self.samples // self.batch_size
+
+    def of_rank(self, steps: int | None, device: torch.device) -> RankLoader:
+        assert steps is not None
+        of_epoch = lru_cache(1)(partial(self._batches, steps))
+        if self.is_given and self.division.bit_exact:
+            whole, own = Division(virtual_ranks=1), self.division.own_virtual_ranks
+            batches = TrainingBatches(of_epoch, whole, steps, self.per_step, own)
+        else:
+            batches = TrainingBatches(of_epoch, self.division, steps)
+        return RankLoader(self.loader, batches, self.seed, device, self.division.is_divided)
+
+    def examples(self, spans: Sequence[tuple[int, int]]) -> list[StepParts]:
+        return examples(self.loader, spans, self.seed)
+
+    def _batches(self, steps: int, epoch: int) -> Tensor | list[Tensor]:
+        """Return the batches of an epoch: as many of each cycle through the loader, of which each has a seed."""
+        cycles, count = list[Any](), min(steps, self.steps) * self.per_step
+        for cycle in range(-(-steps // self.steps)):
+            order = order_of(self.loader, int(hash_ints(self.seed, cycle)) if cycle else self.seed, epoch)
+            if isinstance(order, Tensor):
+                order = order[: len(order) // self.batch_size * self.batch_size].view(-1, self.batch_size)
+            if len(order) < count:
+                raise UserError(
+                    f"{type(sampler_of(self.loader)).__name__} gives less in epoch {epoch} than in the first one: let "
+                    "it give as many samples or batches in each, or set a smaller trainer.limit_train_batches"
+                )
+            cycles.append(order[:count])
+        return list(chain.from_iterable(cycles)) if self.is_given else torch.cat(cycles)
+
+
+class _Stream:
+    """A loader of an IterableDataset. Without a `batch_size` its samples are batches."""
+
+    is_given, per_step = False, 1
+
+    def __init__(self, loader: DataLoader[Any], division: Division, seed: int) -> None:
+        self.loader, self.division, self.seed = loader, division, seed
+        self.batch_size = loader.batch_size or division.virtual_ranks
+        self.samples = length_of_stream(loader.dataset)
+        self.digest, self.has_exact_state = examine(loader, seed)
+        self.steps = None if self.samples is None else self.samples // self.batch_size
+
+    def of_rank(self, steps: int | None, device: torch.device) -> StreamLoader:
+        division, size = self.division, self.batch_size
+        return StreamLoader(
+            *(self.loader, size, division.positions, steps, self.seed, division.is_divided, division.weight(size)),
+            steps_per_pass=self.steps,
+            has_exact_state=self.has_exact_state,
+        )
+
+    def examples(self, spans: Sequence[tuple[int, int]]) -> list[StepParts]:
+        """Return a batch of the samples at the places of each of `spans`."""
+        places = [torch.arange(first, first + 1 if yields_batches(self.loader) else last) for first, last in spans]
+        end = max(last for _, last in spans)
+        return list(StreamLoader(self.loader, end, partial(_up_to, places), 1, self.seed, evaluates=True))
+
+
+_Source = _Samples | _Stream
+
+
+def _check(source: _Source, method: str) -> None:
+    """Check that a loader has a batch that divides among the ranks, and that its order is that of any process."""
+    if yields_batches(source.loader) and not source.division.bit_exact:
+        raise UserError(
+            f"{method} has batch_size=None, and a batch that the dataset makes cannot be divided: set bit_exact=true, "
+            "with which it is the batch of a virtual rank, or give batch_size, the samples of an optimizer step"
+        )
+    if source.steps == 0:
+        if source.is_given and source.per_step > 1:
+            raise UserError(
+                f"the batch_sampler of {method} has fewer batches than a step takes, {source.per_step}: with "
+                "bit_exact=true each virtual rank has one; give it more, or set fewer virtual_ranks"
+            )
+        raise UserError(
+            f"data.batch_size={source.batch_size} exceeds the {source.samples} samples to train on, of {method}"
+        )
+    if not source.is_given:
+        source.division.positions(source.batch_size)
+    if not isinstance(source, _Stream):
+        check_repeatable(source.loader, source.seed, method)
+
+
+def _source(loader: DataLoader[Any], division: Division, seed: int) -> _Source:
+    return (_Stream if isinstance(loader.dataset, IterableDataset) else _Samples)(loader, division, seed)
+
+
+def _up_to(places: list[Tensor], count: int) -> list[Tensor]:
+    return [of_one[of_one < count] for of_one in places]
+
+
+class EvaluationLoaders:
+    """The loaders of `val`, `test` or `predict`, which are evaluated one after the other.
+
+    Args:
+        name: one of these three.
+        division: the division of training batches, whose ranks share the samples.
+        limit: the limit of global batches; None for all.
+
+    Attributes:
+        leaves: all loaders.
+        filled: those that have samples to evaluate.
+    """
+
+    def __init__(self, name: str, loaders: Loaders, division: Division, seed: int, limit: int | float | None) -> None:
+        self.name, self.leaves, self.division, self.seed, self.limit = name, loaders.leaves, division, seed, limit
+        self.filled = [loader for loader in self.leaves if limit != 0 and self._has_samples(loader)]
+        self._option = f"trainer.limit_{name}_batches"
+        parallel = division.parallel
+        self.parallel, self.ranks = parallel, [parallel.dp_rank]
+        if name == "predict":  # all ranks gather as many predictions
+            self.parallel = DataParallelInfo(parallel.dp_size, parallel.dp_rank)
+        elif division.bit_exact:
+            self.parallel, self.ranks = DataParallelInfo(division.virtual_ranks), list(division.own_virtual_ranks)
+
+    def of_rank(self, device: torch.device) -> Any:
+        """Return the loader of this rank, or a list of several."""
+        loaders: list[Any] = []
+        for loader in self.filled:
+            if isinstance(loader.dataset, IterableDataset):
+                loaders.append(self._stream(loader))
+            else:
+                batches = self._batches(loader)
+                loaders.append(RankLoader(loader, batches, self.seed, device, self.division.is_divided))
+        return loaders[0] if len(loaders) == 1 else loaders
+
+    def check(self, takes_batch: bool) -> None:
+        """Check that each rank has a sample in each batch, unless padding has a weight of zero; and can be gathered."""
+        for loader in self.filled:
+            may_pad = makes_batches(loader.dataset) and (takes_batch or self.name == "predict")
+            if not may_pad and not isinstance(loader.dataset, IterableDataset):
+                parts = self.division.accumulate if loader.batch_size else None
+                self._batches(loader).check_no_rank_is_empty(self.name, parts)
+
+    def _has_samples(self, loader: DataLoader[Any]) -> bool:
+        if has_given_batches(loader):
+            return len(order_of(loader, self.seed, EVALUATION)) > 0
+        return isinstance(loader.dataset, IterableDataset) or len(cast(Any, loader.sampler)) > 0
+
+    def _batches(self, loader: DataLoader[Any]) -> EvaluationBatches:
+        order, unit = order_of(loader, self.seed, EVALUATION), self._unit(loader)
+        if not isinstance(order, Tensor):
+            order, unit = torch.cat(order), max(map(len, order))
+        count = apply_limit(self._option, self.limit, len(order), unit)
+        # A batch that the dataset has made cannot be joined with another one.
+        size = unit if yields_batches(loader) else unit // self.division.accumulate
+        return EvaluationBatches(order[:count], size, self.parallel, self.ranks)
+
+    def _stream(self, loader: DataLoader[Any]) -> StreamLoader:
+        samples, unit = length_of_stream(loader.dataset), self._unit(loader)
+        steps = apply_limit(self._option, self.limit, None if samples is None else -(-samples // unit))
+        return StreamLoader(loader, unit, self._divide, steps, self.seed, self.division.is_divided, evaluates=True)
+
+    def _divide(self, count: int) -> Sequence[Tensor]:
+        """Return the positions of this rank in so many samples of a stream."""
+        if count < self.parallel.dp_size:
+            raise UserError(
+                f"a batch of {count} samples of the stream of `{self.name}` leaves a process or virtual rank without "
+                f"one: set the loader's batch_size, trainer.limit_{self.name}_batches, or fewer trainer.devices"
+            )
+        return [torch.arange(rank, count, self.parallel.dp_size) for rank in self.ranks]
+
+    def _unit(self, loader: DataLoader[Any]) -> int:
+        """Return the samples of a global batch: as many as ranks, if the dataset makes the batch of each."""
+        return self.parallel.dp_size if yields_batches(loader) else cast(int, loader.batch_size)
