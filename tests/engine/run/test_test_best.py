@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onecurve.checkpoint.run_files import CHECKPOINTS
-from onecurve.config import folder as run_folders
+from onecurve.config import command_line
 from onecurve.config.command_line import complete_overrides
 from onecurve.errors import UserError
 from onecurve.records.files import CONFIG
@@ -56,7 +56,7 @@ def test_tests_the_best_checkpoint(
 def test_finds_the_newest_run(
     small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run_folders, "PROJECT", tmp_path)
+    monkeypatch.setattr(command_line, "PROJECT", tmp_path)
     with pytest.raises(UserError, match=r"ckpt_path=last: there is no run with a checkpoint in .*/runs"):
         complete_overrides(["ckpt_path=last"])
     older, job, evaluation = (tmp_path / "runs" / name for name in ("older", "sweep/0", "evaluation"))
