@@ -358,12 +358,12 @@ class OrderedData(L.LightningDataModule):
         """
         is_own = is_overridden(name, self.plain, L.LightningDataModule)
         hook = getattr(self.plain if is_own else self._module, name)
-        if isinstance(part.batch, Batch):
+        is_users = is_own or is_overridden(name, self._module, L.LightningModule)
+        if isinstance(part.batch, Batch) or not is_users:  # those of Lightning draw nothing
             return hook(part.batch, *args)
         key = hash_ints(self.run_seed, drawing_epoch(self.trainer), int(part.samples[0]), _HOOKS.index(name))
         seed_generators(int(key), self._module.device.type)
-        is_users = is_own or is_overridden(name, self._module, L.LightningModule)
-        with refuse_draws(name, is_users and self.division.is_divided, self._module.device.type):
+        with refuse_draws(name, self.division.is_divided, self._module.device.type):
             return hook(part.batch, *args)
 
     @property

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
+from onecurve.errors import UserError
 from onecurve.network.object_state import are_equal
 from onecurve.random.hashing import hash_ints, permutation
 from onecurve.random.seeding import seed_generators
@@ -91,7 +92,13 @@ def _drawn(sampler: Any, seed: int, epoch: int, has_batches: bool) -> Any:
             if isinstance(getattr(each, "generator", None), torch.Generator):
                 each.generator.manual_seed(key)
         drawn = list(sampler)
-    return [_positions(batch) for batch in drawn] if has_batches else _positions(drawn)
+    try:
+        return [_positions(batch) for batch in drawn] if has_batches else _positions(drawn)
+    except TypeError as error:
+        raise UserError(
+            f"{type(sampler).__name__} yields what is not the position of a sample ({error}): let it yield integers, "
+            "and take what else a sample needs, such as its size, from the dataset"
+        ) from None
 
 
 def _positions(drawn: Any) -> Tensor:

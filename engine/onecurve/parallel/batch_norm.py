@@ -166,14 +166,20 @@ class GroupedBatchNorm(AnyBatchNorm):
         self.lengths.clear()
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.training and not torch.compiler.is_compiling():  # it would compile the layer for each number
-            remember(lambda: self._count_pass(input))
         # One group that a process holds in one piece is what torch's layer normalizes, with fewer kernels.
         if not self.training or (self.groups.counts == ((len(input),),) and self.groups.micro_batches == 1):
-            return super().forward(input, *args, **kwargs)
+            output: Any = super().forward(input, *args, **kwargs)
+        else:
+            output = self._forward_in_groups(input, *args, **kwargs)
+        # Last: a second pass in torch.utils.checkpoint that ends in `F.batch_norm` moves no statistics.
+        if self.training and not torch.compiler.is_compiling():  # it would compile the layer for each number
+            remember(lambda: self._count_pass(input))
+        return output
+
+    def _forward_in_groups(self, *args: Any, **kwargs: Any) -> Any:
         self.is_normalized = False
         with _BatchNormCalls(self):
-            output: Any = super().forward(input, *args, **kwargs)
+            output = super().forward(*args, **kwargs)
         if not self.is_normalized:
             raise UserError(
                 f"{type(self).__name__}.forward does not call F.batch_norm with its own running_mean: divide it into "

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from onecurve.data.layout import BatchLayout, DataParallelInfo
 from onecurve.errors import UserError
@@ -251,6 +252,27 @@ def test_refuses_a_network_that_runs_twice_per_micro_batch(small: list[str], fol
     _fit_two_passes(compose(folder, *task))
     with pytest.raises(UserError, match="runs more than once in a forward pass"):
         _fit_two_passes(compose(folder, *task, "trainer.accumulate_grad_batches=2"))
+
+
+class _ComputedAgain(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.norm, x, use_reentrant=False)
+
+
+def test_a_layer_that_a_checkpoint_computes_again_counts_once(small: list[str], folder: Path) -> None:
+    task = [*small, *SHORT_RUN, "callbacks=none", "trainer.max_steps=3", "trainer.accumulate_grad_batches=2"]
+    losses = []
+    for wrap in (nn.Sequential, _ComputedAgain):
+        trainer, module, data = assemble(compose(folder / wrap.__name__, *task))
+        stem: Any = module.net.stem
+        stem[1] = wrap(stem[1])
+        trainer.fit(module, datamodule=data)
+        losses.append(float(trainer.callback_metrics["train/loss"]))
+    assert losses[1] == losses[0]
 
 
 def test_evaluation_and_checkpoints_have_the_mean_over_all_groups(

@@ -267,9 +267,8 @@ class Pipeline(ShardedStateStrategy):
         if self._losses is not None:
             raise self._called_twice()
         count, seed = len(batch), sample_random.call_seed
-        keys = (
-            sample_random.keys if self._draws else None
-        )  # which may be others than rows, if the dataset makes batches
+        # There may be more keys than rows, if the dataset makes batches.
+        keys = sample_random.keys if self._draws else None
         parts = split_samples(inputs, count)
         check_shape(parts[0], self.sent[0][0], is_trained=True)
         outputs = self.run_schedule(

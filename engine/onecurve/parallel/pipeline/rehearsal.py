@@ -183,17 +183,23 @@ def _observe(net: nn.Module, samples: int, train: Callable[[], Tensor]) -> dict[
 
     The random numbers are the same each time.
     """
+    buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
     keys = torch.arange(samples, device=next(net.parameters()).device)
     if layers := dropouts(net):
         set_keys(layers, keys)
-    with unchanged(net.modules()), torch.random.fork_rng(devices=[]), set_mode(net, training=True):
+    with torch.random.fork_rng(devices=[]), set_mode(net, training=True):
         torch.manual_seed(0)
         sample_random.begin(lambda: keys, keys.device, is_divided=True)
-        found = {"outputs": train().detach()} | {name: buffer.clone() for name, buffer in net.named_buffers()}
+        found = {"outputs": train().detach()}
         sample_random.check()
-        for norm in grouped_norms(net):
-            norm.check_passes(1)
     sample_random.end()
+    for name, buffer in net.named_buffers():
+        found[name] = buffer.clone()
+        if name in buffers:
+            buffer.copy_(buffers[name])
+    for norm in grouped_norms(net):
+        norm.check_passes(1)
+        norm.begin_step()
     for name, weight in net.named_parameters():
         found[f"the gradient of {name}"] = torch.zeros_like(weight) if weight.grad is None else weight.grad
     net.zero_grad()
