@@ -7,6 +7,7 @@ from typing import Any, cast
 import lightning as L
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from onecurve.network.tensors import to_local
 
@@ -46,9 +47,7 @@ class _Trained:
         self._module = module
         saved, tensors = module.state_dict().keys(), _tensors_of(module)
         self._tensors = _copies({name: tensors[name] for name in tensors.keys() & saved})
-        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        self._groups = list(zip(groups, copy.deepcopy(options), strict=True))
+        self._options = [(optimizer, _options_of(optimizer)) for optimizer in trainer.optimizers]
         self._moments = [
             (optimizer, weight, dict(state), _copies(state))
             for optimizer in trainer.optimizers
@@ -60,13 +59,20 @@ class _Trained:
     def restore(self) -> None:
         """Put the values back where they were."""
         _write(self._tensors, _tensors_of(self._module))  # a hook may have put another tensor in the place of one
-        for group, options in self._groups:
-            group.update(options)
+        for optimizer, options in self._options:
+            for group, values in zip(optimizer.param_groups, options, strict=False):  # a hook may add or replace them
+                group.update(values)
         for optimizer, weight, state, moments in self._moments:
             _write(moments, state)
             optimizer.state[weight] = state
         for schedule, state in self._schedules:
             schedule.load_state_dict(state)
+
+
+def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return copies of the hyper-parameters of each group."""
+    groups = optimizer.param_groups
+    return copy.deepcopy([{key: value for key, value in group.items() if key != "params"} for group in groups])
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:

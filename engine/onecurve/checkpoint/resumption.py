@@ -34,6 +34,7 @@ class ExactResumption(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
+            self._steps = self._epoch_steps = 0  # trained in the run, and in the current epoch
             self._requires_grad: dict[str, bool] = {}  # by name; first that of a checkpoint, then as training begins
             self._early_stop: str | None = None  # why a callback has ended the run
 
@@ -62,11 +63,19 @@ class ExactResumption(L.Callback):
         """Make the test log at the last step and epoch, also if training stopped early or did not run."""
         set_progress(trainer, self._position(trainer))
 
-    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        """Set the step of what LearningRateMonitor logs in a resumed run; it is -1 after a LearningRateFinder."""
-        set_steps_of_loggers(trainer, trainer.fit_loop.epoch_loop.batch_progress.total.processed)
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        set_steps_of_loggers(trainer, self._steps)  # in a resumed run what LearningRateMonitor logs here
 
-    on_train_batch_start = on_train_epoch_start
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        set_steps_of_loggers(trainer, self._steps)  # -1 after Lightning's LearningRateFinder
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._steps += 1
+        self._epoch_steps += 1
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:  # else the run stops within the epoch
+            self._epoch_steps = 0
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["position"] = position = self._position(trainer)
@@ -79,22 +88,23 @@ class ExactResumption(L.Callback):
 
     def _position(self, trainer: L.Trainer) -> dict[str, Any]:
         """Return the epoch in which the next step is, the steps that it has had, and those of the run."""
-        data, epochs = cast(Any, trainer.datamodule), trainer.fit_loop.epoch_progress.current
-        batches = trainer.fit_loop.epoch_loop.batch_progress
-        epoch, epoch_steps = epochs.processed, batches.current.processed
-        is_within = epochs.started > epochs.processed
-        if data.steps_per_epoch is None:  # `is_last_batch` holds from before the batch to the next epoch
-            has_ended = batches.is_last_batch and epoch_steps == batches.current.ready
-        else:
-            has_ended = epoch_steps == data.steps_per_epoch
-        if has_ended:
-            epoch, epoch_steps = epoch + is_within, 0  # the validation after the last step precedes the epoch's end
+        data, loop, steps = cast(Any, trainer.datamodule), trainer.fit_loop, self._steps
+        epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
+        epoch, epoch_steps = epochs.processed, self._epoch_steps
+        if epochs.started > epochs.processed:  # another callback may save before this one has counted
+            epoch_steps = batches.current.processed
+            steps += epoch_steps - self._epoch_steps
         # The run has stopped within an epoch, which `processed` counts already. In a resumed run Lightning does not
         # increment `ready`, so it may be less.
-        elif epoch_steps > 0 and not is_within and epochs.ready <= epochs.processed:
+        elif epochs.ready <= epochs.processed and epoch_steps > 0:
             epoch -= 1
-        steps, streams = batches.total.processed, data.states_after(epoch_steps)
-        return {"epoch": epoch, "epoch_steps": epoch_steps, "steps": steps, "streams": streams}
+        if data.steps_per_epoch is None:  # `is_last_batch` holds from before the batch to the next epoch
+            has_ended = batches.is_last_batch and batches.current.processed == batches.current.ready
+        else:
+            has_ended = epoch_steps == data.steps_per_epoch
+        if has_ended and epoch_steps:  # the validation after the last step comes before the end of the epoch
+            epoch, epoch_steps = epoch + 1, 0
+        return {"epoch": epoch, "epoch_steps": epoch_steps, "steps": steps, "streams": data.states_after(epoch_steps)}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Rewrite the saved states, from which Lightning restores its loops and the callbacks afterwards."""
@@ -120,6 +130,7 @@ class ExactResumption(L.Callback):
         if every > 1 and position["epoch"] % every:
             counts = f"counts from epoch {position['epoch']}, in which this run goes on"
             _log.warning("reload_dataloaders_every_n_epochs=%d %s: its data may be other ones", every, counts)
+        self._steps, self._epoch_steps = position["steps"], position["epoch_steps"]
         data.resume(position["epoch"], position["epoch_steps"], position["streams"])
         loops = checkpoint["loops"]["fit_loop"]
         _rewind(loops, position["epoch"], position["epoch_steps"], total=position["steps"])

@@ -74,7 +74,7 @@ class HiddenStateCheck:
     def _changed(self, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield the name and the values, now and before, of each weight that has others, in the same shape."""
         now = {name: to_local(weight.detach()) for name, weight in self._module.named_parameters()}
-        for name in now.keys() & weights.keys():
+        for name in sorted(now.keys() & weights.keys()):  # one on all ranks
             before = weights[name].to(now[name].device)
             if before.shape == now[name].shape and not are_equal(now[name], before):
                 yield name, now[name], before

@@ -98,7 +98,8 @@ class MonitorCheck(L.Callback):
         if self._are_compared:
             return
         self._are_compared, logged = True, trainer.callback_metrics
-        own = {monitor: float(logged[monitor]) for monitor in self._of_validation.values() if monitor in logged}
+        monitors = self._of_validation.values()  # a rank that has not logged one differs as well
+        own = {monitor: float(logged[monitor]) if monitor in logged else None for monitor in monitors}
         differing = names_that_differ(own)
         for name in [name for name, monitor in self._of_validation.items() if monitor in differing]:
             problem = f"{name} monitors {self._of_validation[name]}, which each rank has of its own samples"

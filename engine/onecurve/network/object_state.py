@@ -16,7 +16,8 @@ from torch.nn.parameter import is_lazy
 from onecurve.patches.torch import tree_leaves
 
 _NUMBERS = (int, float, complex, np.number)
-_SIMPLE = (*_NUMBERS, str, bytes, type(None), np.generic, list, tuple, dict, set, frozenset, deque, np.ndarray, Tensor)
+_ATOMS = (*_NUMBERS, str, bytes, type(None))  # they hold nothing
+_SIMPLE = (*_ATOMS, np.generic, list, tuple, dict, set, frozenset, deque, np.ndarray, Tensor)
 # Objects of these, such as a trainer, a dataset or an optimizer, also of a user's subclass, have code of their own.
 _CLOSED = frozenset("lightning lightning_fabric numpy onecurve pytorch_lightning torch torchmetrics unittest".split())
 _MANY = 10_000  # a container with more elements holds data, which are not searched
@@ -60,15 +61,21 @@ def leaves_of(value: Any) -> Iterator[Any]:
 
 
 def walk(values: Iterable[Any], left_out: Iterable[Any] = (), opens_modules: bool = False) -> Iterator[Any]:
-    """Yield objects and what they hold, the nearest first, and each once; numbers as often as they are held."""
+    """Yield objects and what they hold, the nearest first, each once; numbers and texts as often as they are held."""
     queue, seen = deque(values), {id(value): value for value in left_out}  # objects, so that no other gets their ids
     while queue:
         value = queue.popleft()
         if id(value) not in seen:
             yield value
-            if not isinstance(value, _NUMBERS):
+            if not isinstance(value, _ATOMS):
                 seen[id(value)] = value
-                queue.extend([vars(value)] if opens_modules and isinstance(value, nn.Module) else parts_of(value))
+                is_opened = opens_modules and isinstance(value, nn.Module)
+                queue.extend(parts_of_module(value) if is_opened else parts_of(value))
+
+
+def parts_of_module(module: nn.Module) -> list[Any]:
+    """Return what a module itself holds; the tensors of a scripted one are not in its attributes."""
+    return [vars(module), *module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 def parts_of(value: Any) -> Collection[Any]:

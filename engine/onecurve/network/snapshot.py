@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from onecurve.network.object_state import MOST_BYTES, attributes_of, generator_state, is_dense, is_open, slots_of, walk
+from onecurve.network.object_state import (
+    MOST_BYTES,
+    attributes_of,
+    generator_state,
+    is_dense,
+    is_open,
+    parts_of_module,
+    slots_of,
+    walk,
+)
 from onecurve.network.tensors import to_local
 
 _Restore = Callable[[], None]
@@ -25,12 +34,12 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[_Restore]:
 
     Modules get their attributes back, buffers and weights; containers, plain objects and generators of random numbers
     that they hold get back what these held. Others may hold an object as well, so each keeps its identity. What cannot
-    be copied keeps its present state, as do data of more than a GiB. Parts of a module that are not among `modules`
-    are left alone.
+    be copied keeps its present state, as do more than a GiB of data in containers and objects. Parts of a module that
+    are not among `modules` are left alone.
     """
     given = set(modules)
     left_out = {child for module in given for child in module.children()} - given
-    restores = [_restore_of(value) for value in walk(given, left_out, opens_modules=True)]
+    restores = [_restore_of(value) for value in _without_data(walk(given, left_out, opens_modules=True))]
 
     def restore() -> None:
         for each in filter(None, restores):
@@ -42,10 +51,21 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[_Restore]:
         restore()
 
 
+def _without_data(values: Iterable[Any]) -> Iterator[Any]:
+    """Leave out arrays and tensors beyond the first GiB, but for those that a module itself holds."""
+    of_modules, size = set[int](), 0  # ids of tensors
+    for value in values:
+        if isinstance(value, nn.Module):
+            of_modules.update(map(id, [*vars(value).values(), *parts_of_module(value)]))
+        is_array = isinstance(value, np.ndarray) or (isinstance(value, Tensor) and is_dense(value))
+        is_data = is_array and id(value) not in of_modules
+        size += value.nbytes if is_data else 0
+        if not (is_data and size > MOST_BYTES):
+            yield value
+
+
 def _restore_of(value: Any) -> _Restore | None:
     """Return a function that gives an object the state back that it has now, if it has some."""
-    if isinstance(value, Tensor | np.ndarray) and value.nbytes > MOST_BYTES and not isinstance(value, nn.Parameter):
-        return None  # data, of which a copy would fill the memory
     if isinstance(value, Tensor):
         return _restore_of_tensor(value)
     if type(value) is np.ndarray and value.flags.writeable:  # others may lie in a file

@@ -99,40 +99,53 @@ class LateSaves(L.Callback):
     (loops/training_epoch_loop.py, `advance` and `on_advance_end`; loops/fit_loop.py, `on_advance_end`). A run that goes
     on begins with the next step, and would lack what comes after.
 
-    It saves at once, as what follows may fail, and once more when all has come. At the last step of an epoch its hook
-    of the validation waits for the end of the epoch; its `on_train_epoch_end` comes after those of the module and of
-    EarlyStopping.
+    It calls the module's hook first. It saves at once, as what follows may fail, and once more when all has come: at
+    the end of a validation, or as the next step begins if a ReduceLROnPlateau or the module's `on_validation_end`
+    follows. At the last step of an epoch its hook of the validation waits for the end of the epoch; its
+    `on_train_epoch_end` comes after those of the module and of EarlyStopping.
     """
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         configs = trainer.lr_scheduler_configs
-        has_plateau = any(config.reduce_on_plateau and config.interval == "step" for config in configs)
-        last = ("on_train_batch_end", "on_validation_end")  # hooks of the module, which come after those of callbacks
-        self._is_followed = has_plateau or any(is_overridden(hook, pl_module) for hook in last)
+        self._has_plateau = any(config.reduce_on_plateau and config.interval == "step" for config in configs)
+        self._is_followed = self._has_plateau or is_overridden("on_validation_end", pl_module)  # a validation
+        self._has_validated = False
         self._incomplete: dict[Any, tuple[ModelCheckpoint, Callable[[], None]]] = {}  # files, and what writes them
         self._waiting: list[Callable[[], None]] = []
-        self._hooks = {
-            "on_train_batch_end": self._save_now,
-            "on_validation_end": self._validate,
-            "on_train_epoch_end": self._end_epoch,
-        }
-        for saver in trainer.checkpoint_callbacks:
-            if isinstance(saver, ModelCheckpoint):
-                for name, hook in self._hooks.items():
-                    vars(saver)[name] = partial(hook, saver, getattr(saver, name))
+        self._replaced: list[tuple[dict[str, Any], str]] = []  # attributes of an object, and the name of a hook
+        self._savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+        for saver in self._savers:
+            self._replace(saver, "on_train_batch_end", partial(self._save_now, saver, saver.on_train_batch_end))
+            self._replace(saver, "on_validation_end", partial(self._validate, saver, saver.on_validation_end))
+            self._replace(saver, "on_train_epoch_end", partial(self._end_epoch, saver, saver.on_train_epoch_end))
+        if self._savers and is_overridden("on_train_batch_end", pl_module):
+            of_module, saves = pl_module.on_train_batch_end, [one.on_train_batch_end for one in self._savers]
 
-    def teardown(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        for saver in trainer.checkpoint_callbacks:
-            for name in vars(self).get("_hooks", ()):
-                vars(saver).pop(name, None)
+            def module_then_saves(*args: Any) -> None:
+                of_module(*args)
+                for save in saves:
+                    save(trainer, pl_module, *args)
+
+            for saver in self._savers:  # Lightning calls no hook that is not callable
+                self._replace(saver, "on_train_batch_end", None)
+            self._replace(pl_module, "on_train_batch_end", module_then_saves)
+
+    def _replace(self, owner: Any, hook: str, replacement: Any) -> None:
+        vars(owner)[hook] = replacement
+        self._replaced.append((vars(owner), hook))
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        for attributes, hook in vars(self).pop("_replaced", []):
+            attributes.pop(hook, None)
 
     on_train_end = on_exception = teardown
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         """Save again what lacks something that came later in the step before."""
-        if self._is_followed:
+        if self._has_validated or self._has_plateau:
             self._save_again(trainer)
         self._incomplete.clear()
+        self._has_validated = False
 
     def _save_now(self, saver: ModelCheckpoint, hook: Callable[..., None], trainer: L.Trainer, *args: Any) -> None:
         save = trainer.save_checkpoint
@@ -147,11 +160,14 @@ class LateSaves(L.Callback):
     def _validate(self, saver: ModelCheckpoint, hook: Callable[..., None], trainer: L.Trainer, *args: Any) -> None:
         if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             self._waiting.append(partial(hook, trainer, *args))
-        elif self._is_followed:
+            return
+        self._has_validated = True
+        if self._is_followed:
             self._save_now(saver, hook, trainer, *args)
         else:
-            self._save_again(trainer)
             hook(trainer, *args)
+            if saver is self._savers[-1]:  # all have the best ones
+                self._save_again(trainer)
 
     def _end_epoch(self, _: ModelCheckpoint, hook: Callable[..., None], trainer: L.Trainer, *args: Any) -> None:
         for of_validation in self._waiting:

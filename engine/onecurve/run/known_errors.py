@@ -7,6 +7,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from onecurve.errors import UserError
 
+_CHOOSES_ELEMENTS = (
+    "strategy=fsdp: a hook or the optimizer chooses elements of a weight, of which a rank has only a shard, as "
+    "torch.nn.utils.prune and torch.optim.Rprop do: prune in __init__ of the module, or use strategy=ddp"
+)
 # Errors of the user for which Lightning has no exception of its own, by some words, and what to say instead.
 _KNOWN_ERRORS = {
     "Early stopping conditioned on metric": "",
@@ -18,6 +22,8 @@ _KNOWN_ERRORS = {
         "strategy=fsdp: a hook combines a weight, of which a rank has only a shard, with a whole tensor, such as the "
         "buffer of a moving average: use strategy=ddp, or callbacks=ema"
     ),
+    "in-place operations that require placement changes": _CHOOSES_ELEMENTS,
+    "aten.nonzero.default": _CHOOSES_ELEMENTS,  # of prune.global_unstructured
     "but its data is not allocated yet": (
         "strategy=fsdp: a hook makes a tensor of numbers that are spread over the ranks, as Lightning's `grad_norm` "
         "does: take `.item()` of each, or callbacks=gradients"

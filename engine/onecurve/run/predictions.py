@@ -99,7 +99,8 @@ def _in_order(batches: list[tuple[Tensor, Any]]) -> dict[str, Any]:
             samples.setdefault(position, _sample(outputs, number, len(positions)))
     samples.pop(-1, None)  # padding
     index = sorted(samples)
-    return {"sample_index": torch.tensor(index), "predictions": _stack([samples[position] for position in index])}
+    predictions = _stack([samples[position] for position in index])
+    return {"sample_index": torch.tensor(index, dtype=torch.int64), "predictions": predictions}
 
 
 def _sample(outputs: Any, number: int, count: int) -> Any:

@@ -9,10 +9,12 @@ from typing import Any
 
 import lightning as L
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from onecurve.network import snapshot
 from onecurve.network.snapshot import unchanged
 from tests.support.habits import Meter
 
@@ -114,3 +116,24 @@ def test_all_that_a_pass_changes_is_as_before() -> None:
     assert kept.other.data_ptr() == memory
     now = [kept.table["train"], kept.meter, kept.queue, kept.lists["a"], kept.weight, kept.other, kept.data]
     assert all(one is other for one, other in zip(now, held, strict=True))
+
+
+def test_a_scripted_module_is_as_before() -> None:
+    net: Any = nn.Sequential(torch.jit.script(nn.BatchNorm1d(2)))
+    before = copy.deepcopy(net.state_dict())
+    with unchanged(net.modules()):
+        net(torch.randn(3, 2))
+        net[0].weight.data.add_(1)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_data_in_containers_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "MOST_BYTES", 100)
+    net: Any = nn.Module()
+    net.register_buffer("bank", torch.zeros(1000))
+    net.adjacency, net.data = torch.eye(2).to_sparse(), [np.zeros(10), np.zeros(10)]
+    with unchanged([net]):
+        net.bank += 1
+        for array in net.data:
+            array += 1
+    assert [net.bank[0].item(), net.data[0][0], net.data[1][0]] == [0, 0, 1]

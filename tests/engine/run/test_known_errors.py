@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 
 import onecurve
@@ -51,6 +52,19 @@ class Split(BoringModel):
         return self.loss(self.net[1](self.net[0](batch)))
 
 
+class Prunes(Split):
+    def __init__(self, takes_all: bool) -> None:
+        super().__init__()
+        self.takes_all = takes_all
+
+    def on_train_epoch_start(self) -> None:
+        if self.takes_all:
+            weights = [(layer, "weight") for layer in self.net]
+            prune.global_unstructured(weights, pruning_method=prune.L1Unstructured, amount=0.3)
+        else:
+            prune.l1_unstructured(self.net[0], "weight", amount=0.3)
+
+
 class PenalizesGradients(Split):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         batch.requires_grad_()
@@ -69,6 +83,12 @@ def fit_sharded(folder: Path, module: Any) -> Any:
     trainer.fit(copy.deepcopy(module), loader, loader)  # the ranks share the memory of what they are sent
     saved = torch.load(folder / "checkpoints" / "last.ckpt")["state_dict"].values()
     return [weight.tolist() for weight in saved]
+
+
+@pytest.mark.parametrize("takes_all", [False, True])
+def test_pruning_of_a_shard(takes_all: bool, pool: Pool, folder: Path) -> None:
+    with pytest.raises(RankFailed, match=r"UserError: strategy=fsdp: a hook or the optimizer chooses elements of"):
+        pool.run(2, fit_sharded, folder, Prunes(takes_all))
 
 
 def test_gradients_within_a_step(pool: Pool, folder: Path) -> None:

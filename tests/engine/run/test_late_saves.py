@@ -36,11 +36,16 @@ class Dies(L.Callback):
             raise RuntimeError("died")
 
 
-def fit(folder: Path, *callbacks: L.Callback, **options: Any) -> dict[str, Tensor]:
+class Validated(Taught):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("x", self(batch).square().mean())
+
+
+def fit(folder: Path, *callbacks: L.Callback, module: Taught | None = None, **options: Any) -> dict[str, Tensor]:
     given: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "seed": 0, "callbacks": [*callbacks]}
     given |= {"enable_progress_bar": False, "enable_model_summary": False, **options}
     trainer = onecurve.Trainer(default_root_dir=folder, **given)
-    module = Taught()
+    module = module or Taught()
     trainer.fit(module, DataLoader(RandomDataset(32, 64), batch_size=8), ckpt_path="last")
     assert "on_train_batch_end" not in vars(module)
     return module.state_dict()
@@ -56,6 +61,73 @@ def test_a_saved_step_has_what_the_hook_of_the_module_changes(bit_exact: bool, f
         fit(folder / "died", saves(), Dies(), bit_exact=bit_exact)
     resumed = fit(folder / "died", saves(), bit_exact=bit_exact)
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+
+
+class CountsTransfers(Taught):
+    transfers: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("transfers", torch.zeros(()))
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.transfers += 1
+        return batch
+
+
+def test_a_saved_step_has_nothing_of_the_next_one(folder: Path) -> None:
+    fit(folder, ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1), module=CountsTransfers())
+    saved = [torch.load(folder / f"step={step}.ckpt")["state_dict"]["transfers"] for step in range(1, 8)]
+    assert torch.stack(saved).diff().tolist() == [1] * 6
+
+
+class Skips(Taught):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 3 else None
+
+
+def test_the_skipped_rest_of_an_epoch_does_not_count(folder: Path) -> None:
+    fit(folder, module=Skips(), max_epochs=3)
+    position = torch.load(folder / "checkpoints" / "last.ckpt")["position"]
+    assert (position["epoch"], position["epoch_steps"], position["steps"]) == (3, 0, 9)
+
+
+class Shrinks(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        assert self.trainer
+        return DataLoader(RandomDataset(32, 64 if self.trainer.current_epoch == 0 else 40), batch_size=8)
+
+
+class SavesAtStart(L.Callback):
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.save_checkpoint(Path(trainer.default_root_dir, f"{trainer.current_epoch}.ckpt"))
+
+
+def test_the_start_of_an_epoch_with_other_data_is_its_position(folder: Path) -> None:
+    trainer = onecurve.Trainer(
+        accelerator="cpu",
+        default_root_dir=folder,
+        max_epochs=2,
+        reload_dataloaders_every_n_epochs=1,
+        callbacks=[SavesAtStart()],
+    )
+    trainer.fit(Taught(), datamodule=Shrinks())
+    position = torch.load(folder / "1.ckpt")["position"]
+    assert (position["epoch"], position["epoch_steps"], position["steps"]) == (1, 0, 8)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_saved_step_has_the_best_one_of_its_validation(is_first: bool, folder: Path) -> None:
+    of_steps = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
+    best = ModelCheckpoint(folder, "best", monitor="x")
+    savers = [of_steps, best] if is_first else [best, of_steps]
+    trainer = onecurve.Trainer(
+        accelerator="cpu", default_root_dir=folder, max_epochs=1, val_check_interval=4, callbacks=savers
+    )
+    loader = DataLoader(RandomDataset(32, 64), batch_size=8)
+    trainer.fit(Validated(), loader, loader)
+    saved = torch.load(folder / "step=4.ckpt", weights_only=False)["callbacks"][best.state_key]
+    assert saved["best_model_path"] == str(folder / "best.ckpt")
 
 
 def test_a_checkpoint_of_an_exception_that_did_not_come(folder: Path) -> None:

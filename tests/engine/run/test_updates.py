@@ -117,8 +117,8 @@ class ChangesAtStart(Net):
         optimizer.state.clear()
         for weight in self.parameters():
             weight.data.mul_(0.5)
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.5
+        groups = [{**group, "lr": 0.5 * group["lr"]} for group in optimizer.param_groups]
+        optimizer.optimizer.param_groups = groups  # as optimizer.load_state_dict replaces them
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) * self.epochs
