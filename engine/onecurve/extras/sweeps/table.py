@@ -8,27 +8,23 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from onecurve.extras.jobs import DONE, Job, differing_overrides, read_jobs, seed_rows
+from onecurve.extras.jobs import DONE, Job, Sweep
 from onecurve.records.files import atomic_write
 
 _MAX_ERROR_LENGTH = 80  # characters of a job's error that the table shows
 
 
-def report(sweep: Path) -> bool:
+def report(folder: Path) -> bool:
     """Print the tables, write `sweep.csv` and `seeds.csv`; return whether every job has finished."""
-    named_jobs = list(read_jobs(sweep))
-    jobs = [job for _, job in named_jobs]
-    metric = next((job.metric for job in jobs if job.metric), "result")
-    overrides = differing_overrides([job.overrides for job in jobs])
-    rows = [
-        _job_row(name, job, differing, metric) for (name, job), differing in zip(named_jobs, overrides, strict=True)
-    ]
-    _write(sweep / "sweep.csv", rows)
-    _print(f"{len(rows)} jobs in {sweep}", rows, ["job", "overrides", metric, "seconds", "status"])
-    if over_seeds := seed_rows(jobs, overrides, metric):
-        _write(sweep / "seeds.csv", over_seeds)
+    sweep = Sweep(folder)
+    named = zip(sweep.jobs.items(), sweep.overrides, strict=True)
+    rows = [_job_row(name, job, overrides, sweep.metric) for (name, job), overrides in named]
+    _write(folder / "sweep.csv", rows)
+    _print(f"{len(rows)} jobs in {folder}", rows, ["job", "overrides", sweep.metric, "seconds", "status"])
+    if over_seeds := sweep.seed_rows():
+        _write(folder / "seeds.csv", over_seeds)
         _print("over seeds", over_seeds, list(over_seeds[0]))
-    return all(job.status in DONE for job in jobs)
+    return all(job.status in DONE for job in sweep.jobs.values())
 
 
 def _job_row(name: str, job: Job, overrides: list[str], metric: str) -> dict[str, Any]:
@@ -38,7 +34,7 @@ def _job_row(name: str, job: Job, overrides: list[str], metric: str) -> dict[str
         "overrides": " ".join(overrides),
         metric: job.result,
         "seconds": f"{job.seconds:.1f}",
-        "status": "killed" if job.status == "running" else job.status,
+        "status": job.end,
         "error": "".join(job.error.strip().splitlines()[-1:]),  # of a traceback: the exception
     }
     return cells | job.metrics
