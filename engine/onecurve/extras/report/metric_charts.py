@@ -18,9 +18,8 @@ _MEANS = 100
 _WIDE_RANGE = 50  # largest value / smallest value from which an axis is logarithmic
 _MOST_TIMES = 4  # the longest bar, from which a limit is no longer drawn
 _FRACTIONS = ("acc", "val_class", "data_fraction", "gain", "mfu")  # last parts of the names of metrics from 0 to 1
-_SPLITS = ("train", "val", "test")
+_SPLITS = {"train": "var(--s1)", "val": "var(--s2)", "test": "var(--s4)"}  # and their colors
 CATEGORIES = {"autorange": "reversed", "showgrid": False, "type": "category"}  # an axis of names, the first on top
-_COLORS = {"train": "var(--s1)", "val": "var(--s2)", "test": "var(--s4)"}
 
 
 def median(curves: dict[str, Curve], name: str) -> float | None:
@@ -47,7 +46,7 @@ def metric_chart(metric: str, curves: dict[str, Curve]) -> Markup:
     """Return the chart of one group of metrics, given as curves by name."""
     figure = new_figure(260)
     for index, (name, curve) in enumerate(curves.items()):
-        _add_curve(figure, name, curve, _COLORS.get(name.partition("/")[0], series_color(index)))
+        _add_curve(figure, name, curve, _SPLITS.get(name.partition("/")[0], series_color(index)))
     figure.update_xaxes(title="step", rangemode="tozero")
     style_value_axis(figure, metric, curves.values())
     return chart(figure, metric, _note(curves))
@@ -65,10 +64,7 @@ def stacked_bars(
     """Return a chart with a horizontal bar for each name, which is stacked of parts.
 
     Args:
-        title, note: as in `chart`.
-        names: names of the bars.
         series: colors and values by the labels of the parts.
-        unit: unit of the values.
         row: pixels of a bar; by default they are thinner if there are many.
         limit: value that a line marks, unless the bars would be too short beside it.
     """

@@ -4,12 +4,11 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup, escape
@@ -22,17 +21,12 @@ if TYPE_CHECKING:
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-@dataclass
-class Section:
+class Section(NamedTuple):
     """One section of a page; the title is also its link at the top."""
 
     title: str
     body: Markup
     note: str = ""
-
-    @property
-    def anchor(self) -> str:
-        return self.title.lower().replace(" ", "-")
 
 
 def number(value: float | None, unit: str = "") -> str:
@@ -65,6 +59,7 @@ _SYNTAX: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "extensio
 _ENVIRONMENT = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, **_SYNTAX)
 _ENVIRONMENT.filters |= {
     "breakable": lambda name: Markup(re.sub("([._])", r"\1<wbr>", str(escape(name)))),
+    "anchor": lambda title: title.lower().replace(" ", "-"),
     "datetime": lambda seconds: datetime.fromtimestamp(seconds or 0.0),
     "count": lambda value: f"{value:,}" if isinstance(value, int) else number(value),
     "text": lambda value: number(value) if isinstance(value, float) else str(value),
@@ -92,7 +87,6 @@ def chart(figure: "go.Figure", title: str, note: str = "", *, wide: bool = False
 
     Args:
         figure: a Plotly figure with a height, whose colors are variables of `style.css`, such as `var(--s1)`.
-        title: its title.
         note: one sentence below the title.
         wide: whether it takes the full width of the page.
     """
@@ -113,9 +107,7 @@ def write_page(
     """Write a page atomically; return its path.
 
     Args:
-        file: the page.
         kind: what it is about, such as "Run".
-        title: its title.
         lead: what stands below the title.
         sections: its sections; those without a body are left out.
         scripts: the folder for Plotly's JavaScript, which many pages share; None puts it into the page.

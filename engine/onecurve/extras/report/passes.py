@@ -11,7 +11,7 @@ from markupsafe import Markup
 from onecurve.extras.report.metric_charts import CATEGORIES
 from onecurve.extras.report.page import chart, new_figure
 from onecurve.extras.report.run_folder import RunFolder
-from onecurve.extras.report.simulation import Action, Pass, bubble, order_of_passes, simulate
+from onecurve.extras.report.simulation import Action, Pass, bubble, duration, order_of_passes, simulate
 from onecurve.parallel.pipeline.schedules import SCHEDULES
 from onecurve.records.files import read_json_lines
 
@@ -25,10 +25,6 @@ _KINDS = {
     "W": ("gradients of the weights", "var(--weight-gradient)"),
 }
 Step = list[list[Pass]]  # the passes of each rank of one pipeline
-
-
-def duration(step: Step) -> float:
-    return max(one.end for passes in step for one in passes)
 
 
 def passes_chart(run: RunFolder) -> Markup:
@@ -87,9 +83,7 @@ def draw_passes(figure: "go.Figure", step: Step, scale: float, label: str = "ran
 
     Args:
         figure: a Plotly figure with `barmode="overlay"`.
-        step: the passes of each rank.
         scale: factor from the times of the passes to the unit of the axis.
-        label: what stands before the number of a rank.
         axis: number of the figure's axes to draw on; empty for the first ones.
     """
     axes: dict[str, Any] = {"xaxis": f"x{axis}", "yaxis": f"y{axis}", "orientation": "h"}

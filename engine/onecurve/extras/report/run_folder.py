@@ -127,11 +127,6 @@ class RunFolder:
         return self.config.get("experiment")
 
     @property
-    def is_bit_exact(self) -> bool:
-        """Whether it computes its virtual ranks one by one."""
-        return self.config.get("bit_exact") is True
-
-    @property
     def numerics(self) -> dict[str, Any]:
         """What changes the last bits of its numbers, but no experiment."""
         return {"device": self.started.get("device")} | self.started.get("numerics", {})

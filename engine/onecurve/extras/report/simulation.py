@@ -39,13 +39,7 @@ class Pass(NamedTuple):
 
 
 def order_of_passes(schedule: str, ranks: int, microbatches: int) -> list[list[Action]]:
-    """Return what each rank executes in a step, in that order.
-
-    Args:
-        schedule: key of `SCHEDULES`.
-        ranks: number of ranks of the pipeline.
-        microbatches: number of micro-batches of a step.
-    """
+    """Return what each rank of a pipeline executes in a step, in that order."""
     spec = SCHEDULES[schedule]
     num_stages = spec.stages_per_rank * ranks
     stages: Any = [
@@ -79,14 +73,13 @@ def simulate(
     ranks: int,
     microbatches: int,
     duration: Callable[[Action], float] = lambda action: _UNITS[action.kind],
-    delay: Callable[[Action, int], float] = lambda result, stage: 0.0,
+    delay: Callable[[int, int], float] = lambda sender, receiver: 0.0,
 ) -> list[list[Pass]]:
     """Return the passes of each rank in a step, with their times.
 
     Args:
-        schedule, ranks, microbatches: as for `order_of_passes`.
         duration: of a pass; by default all stages cost the same, and a full backward pass takes two units of time.
-        delay: from the end of a pass until a stage has its result.
+        delay: from the end of a pass of a stage until another stage has its result.
     """
     order = order_of_passes(schedule, ranks, microbatches)
     waiting = [deque(actions) for actions in order]
@@ -101,7 +94,7 @@ def simulate(
                 continue
             action = actions.popleft()
             rank_is_free = passes[-1].end if passes else 0.0
-            start = max([rank_is_free, *(ends[other] + delay(other, action.stage) for other in needed)])
+            start = max([rank_is_free, *(ends[other] + delay(other.stage, action.stage) for other in needed)])
             passes.append(Pass(*action, start, start + duration(action)))
             ends[_result(action)] = passes[-1].end
         if sum(map(len, waiting)) == remaining:
@@ -125,8 +118,13 @@ def _result(action: Action) -> Action:
     return action._replace(kind="I") if action.kind == "B" else action
 
 
+def duration(timeline: Collection[Sequence[Pass]]) -> float:
+    """Return the end of a step, from the passes of each rank."""
+    return max(entry.end for passes in timeline for entry in passes)
+
+
 def bubble(timeline: Collection[Sequence[Pass]]) -> float:
     """Return the fraction of a step in which the ranks idle on average, from the passes of each rank."""
-    total = len(timeline) * max(entry.end for passes in timeline for entry in passes)
+    total = len(timeline) * duration(timeline)
     busy = sum(entry.end - entry.start for passes in timeline for entry in passes)
     return (total - busy) / total if total else 0.0

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 
 import torch
 from filelock import Timeout
@@ -19,20 +19,16 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PAUSE = 0.2  # seconds between two attempts to get a lock
 
 
-@contextmanager
-def reserve_devices(cfg: DictConfig) -> Iterator[None]:
+def reserve_devices(cfg: DictConfig) -> AbstractContextManager[None]:
     """Wait until enough GPUs or cores are free, and let the processes started meanwhile see only those.
 
     With a launcher that runs one job after the other, each job has all devices.
     """
     if HydraConfig.get().launcher._target_.endswith("BasicLauncher"):
-        yield
-    elif cfg.trainer.accelerator == "cpu":
-        with _reserve_cores(device_count(cfg.trainer)):
-            yield
-    else:
-        with _reserve_gpus(cfg.trainer.devices):
-            yield
+        return nullcontext()
+    if cfg.trainer.accelerator == "cpu":
+        return _reserve_cores(device_count(cfg.trainer))
+    return _reserve_gpus(cfg.trainer.devices)
 
 
 @contextmanager
