@@ -50,11 +50,6 @@ class Job:
         return Job(**json.loads((folder / JOB_FILE).read_text()))
 
 
-def identity(overrides: list[str]) -> list[str]:
-    """Return the overrides by which a job of a sweep is found again: all that the run itself depends on."""
-    return sorted(word for word in overrides if not word.startswith("optimized_metric="))
-
-
 def is_sweep(folder: Path) -> bool:
     """Return whether this is the folder of a sweep."""
     return any(folder.glob(f"*/{JOB_FILE}"))
@@ -66,6 +61,16 @@ def read_jobs(sweep: Path) -> Iterator[tuple[str, Job]]:
         yield file.parent.name, Job.read(file.parent)
 
 
+def find_job(sweep: Path, overrides: list[str]) -> tuple[str, Job] | None:
+    """Return the folder name and the record of the job with these overrides; runs do not depend on their metric."""
+    wanted = _without_metric(overrides)
+    return next((found for found in read_jobs(sweep) if _without_metric(found[1].overrides) == wanted), None)
+
+
+def _without_metric(overrides: list[str]) -> set[str]:
+    return {word for word in overrides if not word.startswith("optimized_metric=")}
+
+
 def job_folder(sweep: str, number: int, *, _root_: DictConfig) -> str:
     """Return the name of a job's folder in the sweep's folder: the one of an earlier start, or a new one.
 
@@ -74,9 +79,8 @@ def job_folder(sweep: str, number: int, *, _root_: DictConfig) -> str:
     if started_rank() > 0:
         return "."  # this rank receives rank zero's folder
     overrides: Any = OmegaConf.to_container(_root_.hydra.overrides.task, resolve=False)  # as typed
-    for name, job in read_jobs(Path(sweep)):
-        if identity(job.overrides) == identity(overrides):
-            return name
+    if found := find_job(Path(sweep), overrides):
+        return found[0]
     for folder in (Path(sweep, str(free)) for free in itertools.count(int(number))):
         try:
             folder.mkdir(parents=True)  # if several jobs start at once, only one can make the folder

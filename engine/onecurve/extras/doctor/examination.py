@@ -263,14 +263,7 @@ def check_all_reduce(cfg: DictConfig) -> str:
     return f"{place}, {size / 2**20:.0f} MiB in {1e3 * seconds:.1f} ms, {bandwidth / 1e9:.2f} GB/s"
 
 
+_EVERY = (check_versions, check_devices, check_slurm, check_disk, check_saving, check_data, check_division, check_wandb)
 CHECKS: dict[str, Check] = {
-    "versions": check_versions,
-    "devices": check_devices,
-    "slurm": check_slurm,
-    "disk": check_disk,
-    "saving": check_saving,
-    "data": check_data,
-    "division": check_division,
-    "wandb": check_wandb,
-    "all-reduce": check_all_reduce,
+    check.__name__.removeprefix("check_").replace("_", "-"): check for check in (*_EVERY, check_all_reduce)
 }

@@ -31,11 +31,6 @@ _HOOKS = {None: 1.0, "fp16": 0.5, "bf16": 0.5}  # the bytes of a float32 gradien
 class OneDevice:
     """A step of one process without a strategy; the strategies differ in some of its parts.
 
-    Args:
-        strategy: the strategy, which has not been set up.
-        profile: the network.
-        job: the run.
-
     Raises:
         UserError: the error with which the run would end, as for a batch that does not divide.
     """

@@ -8,7 +8,6 @@ GPU, whose convolutions round to TF32.
 Runs with `bit_exact=true` have equal bits, unless what else changes them differs: their `numerics`.
 """
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -102,13 +101,11 @@ def _compare_bits(run: RunFolder, name: str, first: RunFolder, first_name: str) 
 
 def _first_digit(a: float, b: float) -> int:
     """Return the number of the first significant digit in which two numbers differ, counted from one."""
-    if not (math.isfinite(a) and math.isfinite(b)):
+    texts = [f"{value:+.16e}" for value in (a, b)]
+    if texts[0].partition("e")[2] != texts[1].partition("e")[2]:
         return 1
-    (ours, our_exponent), (theirs, their_exponent) = (f"{x:+.16e}".split("e") for x in (a, b))
-    if our_exponent != their_exponent:
-        return 1
-    equal = [x == y for x, y in zip(ours.replace(".", ""), theirs.replace(".", ""), strict=False)]
-    return max(1, equal.index(False)) if False in equal else len(equal)
+    equal = [x == y for x, y in zip(*texts, strict=False)]
+    return max(1, equal.index(False) - 1)  # the sign and the point are no digits
 
 
 def _compare(run: RunFolder, name: str, first: RunFolder, first_name: str) -> Verdict | None:

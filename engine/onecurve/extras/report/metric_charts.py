@@ -1,16 +1,13 @@
 """Charts of the columns of metrics.csv, where long curves have fewer points, and stacked bars."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 
-from onecurve.extras.report.page import chart, new_figure, series_color
+from onecurve.extras.report.page import Figure, chart, new_figure, series_color
 from onecurve.extras.report.run_folder import Curve
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 BUCKETS = 600  # of a long curve, each with its smallest and its largest value; a chart is some 600 pixels wide
 _NOISY = 400  # points from which a curve is pale, with the mean of each of `_MEANS` sections upon it
@@ -83,7 +80,7 @@ def stacked_bars(
     return chart(figure, title, note, wide=True)
 
 
-def style_value_axis(figure: "go.Figure", metric: str, curves: Iterable[Curve]) -> None:
+def style_value_axis(figure: Figure, metric: str, curves: Iterable[Curve]) -> None:
     """Set the axis of a metric's values: in percent, from zero, or logarithmic if positive values have a wide range."""
     values = np.concatenate([curve.finite() for curve in curves])
     axis: dict[str, Any] = {}
@@ -96,7 +93,7 @@ def style_value_axis(figure: "go.Figure", metric: str, curves: Iterable[Curve]) 
     figure.update_layout(yaxis=axis)
 
 
-def _add_curve(figure: "go.Figure", name: str, curve: Curve, color: str) -> None:
+def _add_curve(figure: Figure, name: str, curve: Curve, color: str) -> None:
     shown = downsample(curve)
     is_noisy = len(curve.values) > _NOISY
     symbol, size = ("star", 11) if name.startswith("test/") else ("circle", 5)
@@ -119,13 +116,12 @@ def _add_curve(figure: "go.Figure", name: str, curve: Curve, color: str) -> None
 
 def _note(curves: dict[str, Curve]) -> str:
     """Return which points the chart leaves out because they are not finite."""
-    parts = []
-    for name, curve in curves.items():
-        finite = np.isfinite(curve.values)
-        if not finite.all():
-            first = int(curve.steps[~finite][0])
-            parts.append(f"{name} is not finite at {int((~finite).sum())} points, first at step {first}")
-    return "; ".join(parts)
+    missing = {name: curve.steps[~np.isfinite(curve.values)] for name, curve in curves.items()}
+    return "; ".join(
+        f"{name} is not finite at {len(steps)} points, first at step {steps[0]:.0f}"
+        for name, steps in missing.items()
+        if len(steps)
+    )
 
 
 def downsample(curve: Curve, buckets: int = BUCKETS) -> Curve:

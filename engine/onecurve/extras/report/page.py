@@ -8,17 +8,15 @@ from datetime import datetime
 from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup, escape
 
 from onecurve.records.files import atomic_write
 
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
-
 TEMPLATES = Path(__file__).parent / "templates"
+Figure = Any  # of plotly, which is imported late: it takes a tenth of a second, and runs can be without it
 
 
 class Section(NamedTuple):
@@ -75,14 +73,14 @@ def macros(page: str) -> Any:
 parts = macros("parts")
 
 
-def new_figure(height: int, **layout: Any) -> "go.Figure":
+def new_figure(height: int, **layout: Any) -> Figure:
     """Return a figure without traces, of a height in pixels; `layout` has further options of Plotly's layout."""
-    import plotly.graph_objects as go  # late: importing it takes a tenth of a second, and runs can be without it
+    import plotly.graph_objects as go
 
     return go.Figure(layout={"height": height, "template": {}} | layout)  # copying the default template takes longer
 
 
-def chart(figure: "go.Figure", title: str, note: str = "", *, wide: bool = False) -> Markup:
+def chart(figure: Figure, title: str, note: str = "", *, wide: bool = False) -> Markup:
     """Return a chart that `page.js` draws.
 
     Args:

@@ -4,19 +4,16 @@ from collections import defaultdict
 from itertools import chain
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from markupsafe import Markup
 
 from onecurve.extras.report.metric_charts import CATEGORIES
-from onecurve.extras.report.page import chart, new_figure
+from onecurve.extras.report.page import Figure, chart, new_figure
 from onecurve.extras.report.run_folder import RunFolder
 from onecurve.extras.report.simulation import Action, Pass, bubble, duration, order_of_passes, simulate
 from onecurve.parallel.pipeline.schedules import SCHEDULES
 from onecurve.records.files import read_json_lines
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 _KINDS = {
     "F": ("forward", "var(--forward)"),
@@ -78,7 +75,7 @@ def _from_zero(step: Step) -> Step:
     return [[one._replace(start=one.start - first, end=one.end - first) for one in passes] for passes in step]
 
 
-def draw_passes(figure: "go.Figure", step: Step, scale: float, label: str = "rank", axis: str = "") -> None:
+def draw_passes(figure: Figure, step: Step, scale: float, label: str = "rank", axis: str = "") -> None:
     """Draw the passes over the bubble, a row per rank; the later stages of a rank are paler.
 
     Args:

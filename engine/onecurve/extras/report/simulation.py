@@ -85,7 +85,7 @@ def simulate(
     waiting = [deque(actions) for actions in order]
     last_stage = max(action.stage for actions in order for action in actions)
     timeline: list[list[Pass]] = [[] for _ in waiting]
-    ends: dict[Action, float] = {}  # when a result is there; for a full backward pass, the gradients of the inputs
+    ends: dict[Action, float] = {}  # when a result is there
     while any(waiting):
         remaining = sum(map(len, waiting))
         for passes, actions in zip(timeline, waiting, strict=True):
@@ -96,7 +96,9 @@ def simulate(
             rank_is_free = passes[-1].end if passes else 0.0
             start = max([rank_is_free, *(ends[other] + delay(other.stage, action.stage) for other in needed)])
             passes.append(Pass(*action, start, start + duration(action)))
-            ends[_result(action)] = passes[-1].end
+            if action.kind == "B":  # others wait for the gradients of the inputs
+                action = action._replace(kind="I")
+            ends[action] = passes[-1].end
         if sum(map(len, waiting)) == remaining:
             raise ValueError("passes wait for others that do not exist")
     return timeline
@@ -111,11 +113,6 @@ def _needed(action: Action, last_stage: int) -> list[Action]:
         return [Action(stage, microbatch, "I")]
     own_forward = Action(stage, microbatch, "F")
     return [own_forward] if stage == last_stage else [own_forward, Action(stage + 1, microbatch, "I")]
-
-
-def _result(action: Action) -> Action:
-    """Return the action under which others wait for the result: a full backward pass has the inputs' gradients."""
-    return action._replace(kind="I") if action.kind == "B" else action
 
 
 def duration(timeline: Collection[Sequence[Pass]]) -> float:
