@@ -1,10 +1,10 @@
 """The folders and records of the jobs of a sweep, and what follows from them."""
 
-import itertools
 import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from math import isfinite, nan
 from pathlib import Path
@@ -81,14 +81,13 @@ def job_folder(sweep: str, number: int, *, _root_: DictConfig) -> str:
     overrides: Any = OmegaConf.to_container(_root_.hydra.overrides.task, resolve=False)  # as typed
     if found := find_job(Path(sweep), overrides):
         return found[0]
-    for folder in (Path(sweep, str(free)) for free in itertools.count(int(number))):
-        try:
-            folder.mkdir(parents=True)  # if several jobs start at once, only one can make the folder
-        except FileExistsError:
-            continue
-        Job(overrides).write(folder)
-        return folder.name
-    raise AssertionError("some number is free")
+    while True:
+        with suppress(FileExistsError):  # if several jobs start at once, only one can make the folder
+            Path(sweep, str(number)).mkdir(parents=True)
+            break
+        number = int(number) + 1
+    Job(overrides).write(Path(sweep, str(number)))
+    return str(number)
 
 
 class Sweep:

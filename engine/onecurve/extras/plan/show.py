@@ -83,10 +83,8 @@ def _row(one: Candidate, step: Estimate, plan: Plan) -> dict[str, Any]:
 def _table(columns: list[str], rows: list[dict[str, Any]]) -> Table:
     table = Table(box=None)
     for name in columns:
-        if name in _TEXTS:
-            table.add_column(name, no_wrap=True, min_width=24)
-        else:
-            table.add_column(name, no_wrap=True, min_width=max(7, len(name)), justify="right")
+        layout: Any = {"min_width": 24} if name in _TEXTS else {"min_width": max(7, len(name)), "justify": "right"}
+        table.add_column(name, no_wrap=True, **layout)
     for row in rows:
         cells = [row[name] for name in columns]
         table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else escape(str(cell)) for cell in cells))

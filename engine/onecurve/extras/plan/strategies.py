@@ -31,8 +31,7 @@ _HOOKS = {None: 1.0, "fp16": 0.5, "bf16": 0.5}  # the bytes of a float32 gradien
 class OneDevice:
     """A step of one process without a strategy; the strategies differ in some of its parts.
 
-    Raises:
-        UserError: the error with which the run would end, as for a batch that does not divide.
+    A UserError is the one with which the run would end, as for a batch that does not divide.
     """
 
     model_ranks, micro_batches = 1, 1  # ranks that share a replica, and micro-batches into which it divides a batch

@@ -58,12 +58,9 @@ def stacked_bars(
     row: int = 0,
     limit: float | None = None,
 ) -> Markup:
-    """Return a chart with a horizontal bar for each name, which is stacked of parts.
+    """Return a chart with a horizontal bar for each name, stacked of parts: `series` has their colors and values.
 
-    Args:
-        series: colors and values by the labels of the parts.
-        row: pixels of a bar; by default they are thinner if there are many.
-        limit: value that a line marks, unless the bars would be too short beside it.
+    A bar has `row` pixels; by default fewer if there are many. A line marks the limit, unless bars would be too short.
     """
     height = 84 + len(names) * (row or min(30, max(8, 700 // len(names))))
     figure = new_figure(height, barmode="stack", hovermode="y unified", bargap=0.35, yaxis=CATEGORIES)

@@ -81,12 +81,9 @@ def new_figure(height: int, **layout: Any) -> Figure:
 
 
 def chart(figure: Figure, title: str, note: str = "", *, wide: bool = False) -> Markup:
-    """Return a chart that `page.js` draws.
+    """Return a chart that `page.js` draws; a wide one takes the full width of the page.
 
-    Args:
-        figure: a Plotly figure with a height, whose colors are variables of `style.css`, such as `var(--s1)`.
-        note: one sentence below the title.
-        wide: whether it takes the full width of the page.
+    The figure has a height, and its colors are variables of `style.css`, such as `var(--s1)`.
     """
     content = json.loads(figure.to_json(validate=False))
     content["layout"].pop("template", None)  # the page's own has both palettes
@@ -102,13 +99,9 @@ def chart(figure: Figure, title: str, note: str = "", *, wide: bool = False) -> 
 def write_page(
     file: Path, kind: str, title: str, lead: str, sections: list[Section], scripts: Path | None = None
 ) -> Path:
-    """Write a page atomically; return its path.
+    """Write a page atomically, without the sections that have no body; return its path.
 
-    Args:
-        kind: what it is about, such as "Run".
-        lead: what stands below the title.
-        sections: its sections; those without a body are left out.
-        scripts: the folder for Plotly's JavaScript, which many pages share; None puts it into the page.
+    `scripts` is the folder for Plotly's JavaScript, which many pages share; None puts it into the page.
     """
     from plotly.offline import get_plotlyjs
 

@@ -53,9 +53,8 @@ def passes_chart(run: RunFolder) -> Markup:
 def fastest_step(run: Path, order: list[list[Action]]) -> Step:
     """Return the shortest recorded step, which other programs have disturbed least; empty if none has these passes.
 
-    Args:
-        run: the run folder, which may also have steps of another schedule or number of ranks.
-        order: the passes of each rank. If a step accumulates batches, its first batch is returned.
+    A run folder may also have steps of another schedule or number of ranks. Of a step that accumulates batches, the
+    first batch is returned.
     """
     steps: dict[int, dict[int, list[Pass]]] = defaultdict(dict)  # by step and rank, in UNIX seconds
     for rank, actions in enumerate(order):
@@ -78,10 +77,7 @@ def _from_zero(step: Step) -> Step:
 def draw_passes(figure: Figure, step: Step, scale: float, label: str = "rank", axis: str = "") -> None:
     """Draw the passes over the bubble, a row per rank; the later stages of a rank are paler.
 
-    Args:
-        figure: a Plotly figure with `barmode="overlay"`.
-        scale: factor from the times of the passes to the unit of the axis.
-        axis: number of the figure's axes to draw on; empty for the first ones.
+    The figure has `barmode="overlay"`, and `axis` is the number of its axes to draw on; `scale` gives their unit.
     """
     axes: dict[str, Any] = {"xaxis": f"x{axis}", "yaxis": f"y{axis}", "orientation": "h"}
     names = [f"{label} {rank}" for rank in range(len(step))]

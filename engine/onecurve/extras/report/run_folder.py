@@ -3,7 +3,7 @@
 import csv
 import json
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import cached_property
 from math import nan
 from pathlib import Path
@@ -177,9 +177,8 @@ def _is_experiment(config: DictConfig, name: str, value: Any) -> bool:
 
 def _activity_seconds(file: Path) -> dict[str, float]:
     """Return the seconds of each activity, over all intervals of a rank's timeline."""
-    seconds: dict[str, float] = defaultdict(float)
+    seconds: Any = Counter()
     for line in read_json_lines(file):
         if line.get("kind") == "interval":
-            for activity, part in line["spans"].items():
-                seconds[activity] += part
+            seconds.update(line["spans"])
     return dict(seconds)

@@ -115,20 +115,20 @@ def _curve_section(run: RunFolder) -> Section:
 
 
 def _rank_charts(run: RunFolder) -> list[Markup]:
-    charts = []
-    if run.rank_seconds:
-        series = {
-            label: (color, [spent.get(activity, 0.0) for spent in run.rank_seconds.values()])
-            for activity, (label, color) in _ACTIVITIES.items()
-        }
-        names = [f"rank {rank}" for rank in run.rank_seconds]
-        note = "Sum over the recorded intervals of each rank."
-        charts.append(stacked_bars("Where the time goes", note, names, series, "seconds"))
-    if charts and run.config.get("strategy.schedule"):
-        from onecurve.extras.report.passes import passes_chart  # late: it imports torch, which takes seconds
+    charts = _charts(_groups(run, "ranks"))
+    if not run.rank_seconds:
+        return charts
+    series = {
+        label: (color, [spent.get(activity, 0.0) for spent in run.rank_seconds.values()])
+        for activity, (label, color) in _ACTIVITIES.items()
+    }
+    names, note = [f"rank {rank}" for rank in run.rank_seconds], "Sum over the recorded intervals of each rank."
+    times = stacked_bars("Where the time goes", note, names, series, "seconds")
+    if not run.config.get("strategy.schedule"):
+        return [times, *charts]
+    from onecurve.extras.report.passes import passes_chart  # late: it imports torch, which takes seconds
 
-        charts.append(passes_chart(run))
-    return [*charts, *_charts(_groups(run, "ranks"))]
+    return [times, passes_chart(run), *charts]
 
 
 def _evaluation_section(split: str, evaluation: dict[str, Any]) -> Section:

@@ -24,10 +24,7 @@ OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
 
 
 class SweepReport(Callback):
-    """Callback that refuses a sweep started by torchrun or srun, and prints the report at the end of a sweep.
-
-    The exit code is 1 unless every job has finished.
-    """
+    """Refuses a sweep started by torchrun or srun, and reports at the end; the exit code is 0 if all jobs finished."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         self._sweep_pid = os.getpid()  # the sweep's process, also where a launcher unpickles this object

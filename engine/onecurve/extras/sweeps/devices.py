@@ -54,17 +54,15 @@ def _reserve_gpus(devices: int | list[int]) -> Iterator[None]:
     """
     before = os.environ.get(_VISIBLE)
     visible = before.split(",") if before else [str(index) for index in range(torch.accelerator.device_count())]
-    if not isinstance(devices, int):
-        # CUDA_VISIBLE_DEVICES stays as it is, because the listed indices refer to it.
-        with _acquire_locks([f"gpu {visible[index]}" for index in devices], len(devices)):
-            yield
-        return
-    with _acquire_locks([f"gpu {gpu}" for gpu in visible], devices) as locks:
-        os.environ[_VISIBLE] = ",".join(name.split()[1] for name in locks)
+    listed = range(len(visible)) if isinstance(devices, int) else devices
+    count = devices if isinstance(devices, int) else len(devices)
+    with _acquire_locks([f"gpu {visible[index]}" for index in listed], count) as locks:
+        if listed is not devices:  # otherwise the listed indices refer to CUDA_VISIBLE_DEVICES as it is
+            os.environ[_VISIBLE] = ",".join(name.split()[1] for name in locks)
         try:
             yield
         finally:
-            os.environ.pop(_VISIBLE)
+            os.environ.pop(_VISIBLE, None)
             if before is not None:
                 os.environ[_VISIBLE] = before
 
