@@ -39,7 +39,6 @@ _SHARED_MEMORY = Path("/dev/shm")
 _MIN_SHARED_MEMORY = 512 << 20  # bytes; Docker's default is 64 MiB
 _MIN_FREE_BYTES = 2_000_000_000  # bytes that should be free
 _WANDB_TIMEOUT = 8  # seconds for an answer of the server
-_STYLES = {"ok": "green", "error": "bold red"}
 
 Check = Callable[[DictConfig], str]  # returns what is fine; a UserError says what to do
 
@@ -81,7 +80,9 @@ def run_check(check: Check, cfg: DictConfig) -> tuple[str, str]:
 
 def _print(name: str, status: str, text: str) -> None:
     table = Table.grid(padding=(0, 2))  # one for each check: the all-reduce may take a minute
-    table.add_row(Text(f"{status:<7}", _STYLES[status]), f"{name:<10}", Text(" ".join(text.split())))
+    table.add_row(
+        Text(f"{status:<7}", "green" if status == "ok" else "bold red"), f"{name:<10}", Text(" ".join(text.split()))
+    )
     Console().print(table)
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from collections.abc import Iterable
 from datetime import datetime
 from importlib.metadata import version
 from math import isfinite
@@ -48,11 +47,6 @@ def series_color(index: int) -> str:
     return f"var(--s{index % 10 + 1})"
 
 
-def _are_numbers(cells: Iterable[Any]) -> bool:
-    types = {type(cell) for cell in cells if cell is not None}
-    return bool(types) and types <= {int, float}
-
-
 _SYNTAX: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "extensions": ["jinja2.ext.do"]}
 _ENVIRONMENT = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, **_SYNTAX)
 _ENVIRONMENT.filters |= {
@@ -62,7 +56,10 @@ _ENVIRONMENT.filters |= {
     "count": lambda value: f"{value:,}" if isinstance(value, int) else number(value),
     "text": lambda value: number(value) if isinstance(value, float) else str(value),
 }
-_ENVIRONMENT.tests |= {"all_numbers": _are_numbers, "finite": lambda value: value is not None and isfinite(value)}
+_ENVIRONMENT.tests |= {
+    "all_numbers": lambda cells: {type(cell) for cell in cells} - {type(None)} in ({int}, {float}, {int, float}),
+    "finite": lambda value: value is not None and isfinite(value),
+}
 
 
 def macros(page: str) -> Any:

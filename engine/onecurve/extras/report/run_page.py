@@ -122,7 +122,8 @@ def _rank_charts(run: RunFolder) -> list[Markup]:
         label: (color, [spent.get(activity, 0.0) for spent in run.rank_seconds.values()])
         for activity, (label, color) in _ACTIVITIES.items()
     }
-    names, note = [f"rank {rank}" for rank in run.rank_seconds], "Sum over the recorded intervals of each rank."
+    names = [f"rank {rank}" for rank in run.rank_seconds]
+    note = "Sum over the recorded intervals of each rank."
     times = stacked_bars("Where the time goes", note, names, series, "seconds")
     if not run.config.get("strategy.schedule"):
         return [times, *charts]

@@ -52,10 +52,8 @@ def order_of_passes(schedule: str, ranks: int, microbatches: int) -> list[list[A
         # one (`Schedule1F1B._get_pipeline_order` of torch 2.13).
         ahead = [microbatches if schedule == "gpipe" else ranks - rank for rank in range(ranks)]
         return [_forward_ahead(rank, microbatches, ahead[rank]) for rank in range(ranks)]
-    listed = [[action for action in built.pipeline_order[rank] if action is not None] for rank in range(ranks)]
-    return [
-        [Action(a.stage_index, a.microbatch_index, a.computation_type.value) for a in actions] for actions in listed
-    ]
+    order = [filter(None, built.pipeline_order[rank]) for rank in range(ranks)]
+    return [[Action(a.stage_index, a.microbatch_index, a.computation_type.value) for a in actions] for actions in order]
 
 
 def _forward_ahead(stage: int, microbatches: int, ahead: int) -> list[Action]:

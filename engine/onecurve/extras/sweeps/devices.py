@@ -57,7 +57,7 @@ def _reserve_gpus(devices: int | list[int]) -> Iterator[None]:
     listed = range(len(visible)) if isinstance(devices, int) else devices
     count = devices if isinstance(devices, int) else len(devices)
     with _acquire_locks([f"gpu {visible[index]}" for index in listed], count) as locks:
-        if listed is not devices:  # otherwise the listed indices refer to CUDA_VISIBLE_DEVICES as it is
+        if isinstance(devices, int):  # listed indices refer to CUDA_VISIBLE_DEVICES as it is
             os.environ[_VISIBLE] = ",".join(name.split()[1] for name in locks)
         try:
             yield
