@@ -80,9 +80,8 @@ def run_check(check: Check, cfg: DictConfig) -> tuple[str, str]:
 
 def _print(name: str, status: str, text: str) -> None:
     table = Table.grid(padding=(0, 2))  # one for each check: the all-reduce may take a minute
-    table.add_row(
-        Text(f"{status:<7}", "green" if status == "ok" else "bold red"), f"{name:<10}", Text(" ".join(text.split()))
-    )
+    color = "green" if status == "ok" else "bold red"
+    table.add_row(Text(f"{status:<7}", color), f"{name:<10}", Text(" ".join(text.split())))
     Console().print(table)
 
 

@@ -97,9 +97,8 @@ def this_machine(price_per_hour: float | None = None) -> Hardware:
         memory = torch.cuda.get_device_properties(0).total_memory
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Hardware(
-        gpus or len(usable_cores()), memory / 2**30, price_per_hour=price_per_hour, overlaps=gpus > 0, **measured
-    )
+    devices = gpus or len(usable_cores())
+    return Hardware(devices, memory / 2**30, price_per_hour=price_per_hour, overlaps=gpus > 0, **measured)
 
 
 def _measure(gpus: int) -> dict[str, Any]:

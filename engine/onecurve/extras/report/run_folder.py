@@ -16,13 +16,7 @@ from omegaconf import OmegaConf
 
 from onecurve.checkpoint.format import VERSION_KEY
 from onecurve.errors import UserError
-from onecurve.identity.option_kinds import (
-    HARDWARE,
-    OWN_HARDWARE,
-    experiment_options,
-    flatten_config,
-    matches,
-)
+from onecurve.identity.option_kinds import HARDWARE, OWN_HARDWARE, experiment_options, flatten_config, matches
 from onecurve.records.events import ENDS, STARTS, last_of, read_events
 from onecurve.records.files import CONFIG, METRICS, read_json_lines
 
