@@ -28,8 +28,9 @@ def measure_all_reduce(cfg: DictConfig) -> dict[str, float]:
     env = detect_cluster_environment()
     rank, world_size, local_rank = (env.global_rank(), env.world_size(), env.local_rank()) if env else (0, 1, 0)
     store = dist.PrefixStore("doctor", connect_ranks(env)) if env else dist.HashStore()
-    device, devices = torch.device("cpu"), cfg.trainer.devices
+    device = torch.device("cpu")
     if cfg.trainer.accelerator != "cpu" and torch.cuda.is_available():
+        devices = cfg.trainer.devices
         device = torch.device("cuda", local_rank if isinstance(devices, int) else devices[local_rank])
     values = torch.ones(_SIZE, device=device)
     try:
