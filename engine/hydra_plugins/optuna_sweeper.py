@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,8 @@ class OptunaSweeper(Sweeper):
         )
         if study.get_trials(deepcopy=False):
             study.sampler.reseed_rng()  # its fixed seed would propose the same points again
-        self._run(study, self._unfinished_trials(study))
+        interrupted = [trial for trial in self._trials_of_sweep(study) if not trial.state.is_finished()]
+        self._run(study, {trial.number: trial.params for trial in interrupted})
         while (remaining := self.n_trials - len(self._trials_of_sweep(study))) > 0:
             trials = [study.ask(space) for _ in range(min(remaining, self.n_jobs))]
             for trial in trials:
@@ -92,10 +94,6 @@ class OptunaSweeper(Sweeper):
     def _trials_of_sweep(self, study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
         """Return the trials of this sweep; a shared storage may contain trials of other sweeps."""
         return [trial for trial in study.get_trials(deepcopy=False) if trial.user_attrs.get(_SWEEP) == str(self.folder)]
-
-    def _unfinished_trials(self, study: optuna.Study) -> dict[int, dict[str, Any]]:
-        """Return the parameters of the trials that an interruption left unfinished, by trial number."""
-        return {trial.number: trial.params for trial in self._trials_of_sweep(study) if not trial.state.is_finished()}
 
     def _run(self, study: optuna.Study, trials: dict[int, dict[str, Any]]) -> None:
         """Run the trials, given as parameters by trial number, and report their results to the study."""
@@ -127,19 +125,15 @@ class OptunaSweeper(Sweeper):
         if job.status == "finished" and study.get_trials(deepcopy=False)[number].user_attrs.get(PRUNED):
             job.status = "pruned"
             job.write(folder)
-        if job.status == "pruned":
-            study.tell(number, state=TrialState.PRUNED)
-        elif job.status != "finished":
-            study.tell(number, state=TrialState.FAIL)
+        if job.status != "finished":
+            study.tell(number, state=TrialState.PRUNED if job.status == "pruned" else TrialState.FAIL)
         elif job.result is None:
             raise UserError(f"optimized_metric: trial {number} has no such metric; it has {', '.join(job.metrics)}")
         else:
             study.tell(number, job.result)
 
     def _log_best(self, study: optuna.Study) -> None:
-        from optuna.trial import TrialState
-
-        if study.get_trials(deepcopy=False, states=[TrialState.COMPLETE]):
+        with suppress(ValueError):  # no trial is complete
             best = study.best_trial
             params = " ".join(f"{name}={value}" for name, value in best.params.items())
             _log.info("best: trial %d with %.4f: %s", best.number, best.value, params)

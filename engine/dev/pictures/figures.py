@@ -7,9 +7,9 @@ import numpy as np
 from onecurve.extras.report.agreement import difference
 from onecurve.extras.report.comparison import comparison_figure
 from onecurve.extras.report.page import new_figure, series_color
-from onecurve.extras.report.passes import Step, draw_passes, duration, fastest_step
+from onecurve.extras.report.passes import Step, draw_passes, fastest_step
 from onecurve.extras.report.run_folder import RunFolder
-from onecurve.extras.report.simulation import bubble, order_of_passes, simulate
+from onecurve.extras.report.simulation import bubble, duration, order_of_passes, simulate
 from onecurve.parallel.pipeline.schedules import SCHEDULES
 
 if TYPE_CHECKING:

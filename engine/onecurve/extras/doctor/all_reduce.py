@@ -28,7 +28,11 @@ def measure_all_reduce(cfg: DictConfig) -> dict[str, float]:
     env = detect_cluster_environment()
     rank, world_size, local_rank = (env.global_rank(), env.world_size(), env.local_rank()) if env else (0, 1, 0)
     store = dist.PrefixStore("doctor", connect_ranks(env)) if env else dist.HashStore()
-    values = torch.ones(_SIZE, device=_device(cfg, local_rank))
+    device = torch.device("cpu")
+    if cfg.trainer.accelerator != "cpu" and torch.cuda.is_available():
+        devices = cfg.trainer.devices
+        device = torch.device("cuda", local_rank if isinstance(devices, int) else devices[local_rank])
+    values = torch.ones(_SIZE, device=device)
     try:
         hosts = _names_of_hosts(store, rank, world_size)
         with ThreadPool(1) as pool:  # a call of NCCL that hangs cannot be interrupted
@@ -43,13 +47,6 @@ def measure_all_reduce(cfg: DictConfig) -> dict[str, float]:
         faulthandler.cancel_dump_traceback_later()
     close_process_group()
     return {"processes": world_size, "hosts": len(hosts), "bytes": values.nbytes, "seconds": seconds}
-
-
-def _device(cfg: DictConfig, local_rank: int) -> torch.device:
-    if cfg.trainer.accelerator == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    devices = cfg.trainer.devices
-    return torch.device("cuda", local_rank if isinstance(devices, int) else devices[local_rank])
 
 
 def _names_of_hosts(store: dist.Store, rank: int, world_size: int) -> list[str]:

@@ -39,7 +39,6 @@ _SHARED_MEMORY = Path("/dev/shm")
 _MIN_SHARED_MEMORY = 512 << 20  # bytes; Docker's default is 64 MiB
 _MIN_FREE_BYTES = 2_000_000_000  # bytes that should be free
 _WANDB_TIMEOUT = 8  # seconds for an answer of the server
-_STYLES = {"ok": "green", "error": "bold red"}
 
 Check = Callable[[DictConfig], str]  # returns what is fine; a UserError says what to do
 
@@ -81,7 +80,8 @@ def run_check(check: Check, cfg: DictConfig) -> tuple[str, str]:
 
 def _print(name: str, status: str, text: str) -> None:
     table = Table.grid(padding=(0, 2))  # one for each check: the all-reduce may take a minute
-    table.add_row(Text(f"{status:<7}", _STYLES[status]), f"{name:<10}", Text(" ".join(text.split())))
+    color = "green" if status == "ok" else "bold red"
+    table.add_row(Text(f"{status:<7}", color), f"{name:<10}", Text(" ".join(text.split())))
     Console().print(table)
 
 
@@ -263,14 +263,16 @@ def check_all_reduce(cfg: DictConfig) -> str:
     return f"{place}, {size / 2**20:.0f} MiB in {1e3 * seconds:.1f} ms, {bandwidth / 1e9:.2f} GB/s"
 
 
+_LOCAL = (
+    check_versions,
+    check_devices,
+    check_slurm,
+    check_disk,
+    check_saving,
+    check_data,
+    check_division,
+    check_wandb,
+)
 CHECKS: dict[str, Check] = {
-    "versions": check_versions,
-    "devices": check_devices,
-    "slurm": check_slurm,
-    "disk": check_disk,
-    "saving": check_saving,
-    "data": check_data,
-    "division": check_division,
-    "wandb": check_wandb,
-    "all-reduce": check_all_reduce,
+    check.__name__.removeprefix("check_").replace("_", "-"): check for check in (*_LOCAL, check_all_reduce)
 }

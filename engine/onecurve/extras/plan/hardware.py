@@ -2,7 +2,6 @@
 
 import gc
 import json
-import math
 import os
 import socket
 import statistics
@@ -11,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from onecurve.process.rank import close_process_group, usable_cores
 from onecurve.records.files import atomic_write
 
 _FILE = "machine.json"  # in the folder runs/
-_MAX_CACHED = 100  # entries of the file, of which older ones are dropped
+_FIGURES = {"within", "between", "memory_gb_per_s", "sharding_us"}  # those that are measured
 _WIDTHS = (32, 1024)  # of square weights in float32, small and large, whose communication is timed
 _LAYERS = 4
 _COPIED = 1 << 25  # bytes of the tensor whose copy is timed
@@ -80,11 +79,10 @@ def _read_cache() -> dict[str, Any]:
 def _update_cache(values: dict[str, Any]) -> None:
     """Add some values to the file, if it can be written. Of two writers at once the last one wins."""
     file = PROJECT / "runs" / _FILE
-    older = [pair for pair in _read_cache().items() if pair[0] not in values]
     with suppress(OSError):
         file.parent.mkdir(exist_ok=True)
         with atomic_write(file) as part:
-            part.write_text(json.dumps(dict([*older, *values.items()][-_MAX_CACHED:]), indent=1))
+            part.write_text(json.dumps(_read_cache() | values, indent=1))
 
 
 def this_machine(price_per_hour: float | None = None) -> Hardware:
@@ -92,7 +90,7 @@ def this_machine(price_per_hour: float | None = None) -> Hardware:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     name = f"{socket.gethostname()}, {gpus} GPUs, {os.cpu_count()} cores, torch {torch.__version__}"
     measured = _read_cache().get(name)
-    if not _is_complete(measured):
+    if not (isinstance(measured, dict) and measured.keys() == _FIGURES):  # none, or those of another version
         measured = _measure(gpus)
         _update_cache({name: measured})
     if gpus:
@@ -101,17 +99,6 @@ def this_machine(price_per_hour: float | None = None) -> Hardware:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     devices = gpus or len(usable_cores())
     return Hardware(devices, memory / 2**30, price_per_hour=price_per_hour, overlaps=gpus > 0, **measured)
-
-
-def _is_complete(figures: Any) -> TypeGuard[dict[str, Any]]:
-    """Return whether an entry has the figures that `_measure` returns: a file may be edited, or of another version."""
-    try:
-        links = figures["within"], figures["between"]
-        rates = [figures["memory_gb_per_s"], *(link["gb_per_s"] for link in links)]
-        times = [figures["sharding_us"], *(link["us"] for link in links)]
-        return len(figures) == 4 and min(rates) > 0 and min(times) >= 0 and math.isfinite(sum(rates + times))
-    except (KeyError, TypeError):
-        return False
 
 
 def _measure(gpus: int) -> dict[str, Any]:
@@ -123,21 +110,17 @@ def _measure(gpus: int) -> dict[str, Any]:
     # Each of the two ranks sends two messages, with half of the tensor.
     per_byte = max(large - small, 1e-9) / (larger - nbytes)
     link = {"gb_per_s": 1e-9 / per_byte, "us": max(0.0, small - nbytes * per_byte) / 2 * 1e6}
-    if gpus:  # a GPU computes while FSDP's Python runs
-        return {"within": link, "between": link, "memory_gb_per_s": 2e-9 * _COPIED / copy, "sharding_us": 0.0}
-    # FSDP gathers a weight twice and reduces its gradient once, which takes gloo as long as two all-reduces. It copies
-    # each of the three, which reads and writes.
-    copied = max((sharding_large - 2 * large) - (sharding_small - 2 * small), 1e-9) / (larger - nbytes) / 3
-    sharding = max(0.0, sharding_small - 2 * small) / 3
+    copied, sharding = copy / _COPIED, 0.0  # a GPU computes while FSDP's Python runs
+    if not gpus:
+        # FSDP gathers a weight twice and reduces its gradient once, which takes gloo as long as two all-reduces. It
+        # copies each of the three, which reads and writes.
+        copied = max((sharding_large - 2 * large) - (sharding_small - 2 * small), 1e-9) / (larger - nbytes) / 3
+        sharding = max(0.0, sharding_small - 2 * small) / 3
     return {"within": link, "between": link, "memory_gb_per_s": 2e-9 / copied, "sharding_us": sharding * 1e6}
 
 
 def _measure_as_rank(rank: int, folder: str, uses_gpus: bool) -> None:
-    """Write median seconds, while the other rank does the same.
-
-    They are those of an all-reduce of a small and of a large weight, of what FSDP adds to a layer with each of them,
-    and of a copy.
-    """
+    """Write median seconds: of an all-reduce of each weight, of what FSDP adds to a layer with each, and of a copy."""
     device = torch.device("cuda", rank) if uses_gpus else torch.device("cpu")
     if uses_gpus:
         torch.cuda.set_device(rank)  # the timer waits for this one

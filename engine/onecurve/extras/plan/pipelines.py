@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from onecurve.extras.plan.profile import Part, Profile
 from onecurve.extras.plan.step import Collective, Estimate, Job
 from onecurve.extras.plan.strategies import OneDevice, padded, peak_bytes
-from onecurve.extras.report.simulation import Action, Pass, bubble, simulate
+from onecurve.extras.report.simulation import Action, Pass, bubble, duration, simulate
 from onecurve.parallel.pipeline.rehearsal import check_module
 from onecurve.parallel.pipeline.split import cut
 from onecurve.parallel.pipeline.stage import called_modules
@@ -43,7 +43,8 @@ class Stages(OneDevice):
         stages = cut(blocks, len(self.rank_of), strategy.split)
         bounds = [*(number_of[stage[0].name] for stage in stages), len(self.parts)]
         self.stages = [range(start, end) for start, end in pairwise(bounds)]  # of parts
-        self.timeline = simulate(strategy.schedule, self.model_ranks, self.micro_batches, self._duration, self._delay)
+        counts = self.model_ranks, self.micro_batches
+        self.timeline = simulate(strategy.schedule, *counts, self._duration, self._send_seconds)
         self.shards = self.replicas if strategy.data_parallel == "fsdp" else 1
 
     def estimate(self) -> Estimate:
@@ -83,9 +84,6 @@ class Stages(OneDevice):
     def _kind(action: Action | Pass) -> str:
         """Return the kind of a pass; torch computes all gradients of the first stage in `W`, and none in `I`."""
         return {"I": "", "W": "B"}.get(action.kind, action.kind) if action.stage == 0 else action.kind
-
-    def _delay(self, result: Action, stage: int) -> float:
-        return self._send_seconds(result.stage, stage)
 
     def _send_seconds(self, sender: int, receiver: int) -> float:
         if receiver not in range(len(self.rank_of)) or self.rank_of[sender] == self.rank_of[receiver]:
@@ -140,7 +138,7 @@ class Stages(OneDevice):
 
     def seconds(self) -> dict[str, float]:
         seconds, batches = super().seconds(), self.count
-        length = max(entry.end for passes in self.timeline for entry in passes)
+        length = duration(self.timeline)
         forward = sum(entry.end - entry.start for passes in self.timeline for entry in passes if entry.kind == "F")
         seconds["forward"] = batches * forward / self.model_ranks
         seconds["bubble"] = batches * bubble(self.timeline) * length

@@ -178,8 +178,7 @@ class _HasBegun(BaseException):
 
 def _options(job: Job, asked: list[str]) -> Iterator[list[str]]:
     """Yield the overrides of each candidate: of the one asked for, and of others that train the same."""
-    every = [asked] if asked else []
-    every.append([AUTO])
+    every = [asked or [AUTO], [AUTO]]
     if job.ranks > 1:
         every += [["strategy=ddp", "strategy.shard_optimizer=true"], ["strategy=fsdp"]]
         every.append(["strategy=fsdp", "strategy.reshard_after_forward=false"])
@@ -204,11 +203,7 @@ _PLANS: dict[str, type[OneDevice]] = {
 
 
 def plan_step(strategy: Any, profile: Profile, job: Job) -> Estimate:
-    """Return the step of a run under a strategy, or `auto` for none.
-
-    Raises:
-        UserError: the error with which the run would end; or if no plan for the strategy exists.
-    """
+    """Return the step of a run under a strategy, or `auto` for none; its UserError is that of the run."""
     name = strategy if isinstance(strategy, str) else type(strategy).__name__
     if own := getattr(strategy, "plan", None):
         return locate(f"the plan of {name}", own)(strategy, profile, job).estimate()

@@ -73,9 +73,6 @@ class Part:
 class Profile:
     """The network of a run that is about to train on one process, and what it needs for any number of samples.
 
-    Args:
-        trainer, module: those of the run, of which no other use is made.
-
     Attributes:
         weights: the weights of the network by name.
         optimizer_bytes: bytes of the optimizer state of each weight, by its id.
@@ -126,13 +123,7 @@ class Profile:
 
     @cache  # noqa: B019  # it lives as long as the plan
     def parts(self, samples: int, groups: int, recompute: bool) -> list[Part]:
-        """Return the parts of the network.
-
-        Args:
-            samples: samples of a micro-batch that a rank holds.
-            groups: number of normalization groups among them.
-            recompute: whether blocks compute their activations again.
-        """
+        """Return the parts of the network, for the samples and normalization groups of a rank's micro-batch."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         tensors = [*self.net.parameters(), *self.net.buffers()]
         net = copy.deepcopy(self.net, {id(tensor): mode.from_tensor(tensor) for tensor in tensors})
@@ -149,11 +140,7 @@ class Profile:
         """Return (2, n) slopes and intercepts of the seconds on this machine, which are linear in the samples.
 
         The n columns are all forward passes, all backward passes, and the data. Batches of two sizes take turns,
-        so that other programs disturb both.
-
-        Args:
-            batch_size, groups: samples and normalization groups of a global batch.
-            threads: number of threads that compute.
+        so that other programs disturb both. `batch_size` and `groups` are those of a global batch.
         """
         small, large = max(2, min(batch_size, _LARGEST) // 8), max(4, min(batch_size, _LARGEST) // 2)
         before, rounds = torch.get_num_threads(), []
@@ -233,12 +220,7 @@ class Profile:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records operations, and the bytes of tensors that come into being and are freed.
-
-    Args:
-        weights: the weights.
-        others: other tensors that are not counted.
-    """
+    """Records operations, and the bytes of tensors that come into being and are freed, besides those given."""
 
     def __init__(self, weights: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         super().__init__()

@@ -17,18 +17,7 @@ from onecurve.records.files import atomic_write
 
 _SHOWN = 15  # rows of the table; plan.json has all
 _TEXTS = ("strategy", "why not")
-_COLUMNS = (
-    "strategy",
-    "GiB",
-    "MB within",
-    "MB between",
-    "step_ms",
-    "bubble",
-    "efficiency",
-    "hours",
-    "price",
-    "why not",
-)
+_DETAILS = ("options", "memory", "seconds", "collectives")  # of plan.json, which are no columns
 
 
 def show_plan(cfg: DictConfig) -> None:
@@ -44,7 +33,7 @@ def show_plan(cfg: DictConfig) -> None:
     content: dict[str, Any] = {
         "title": f"{job.ranks} ranks, {job.layout.batch_size} samples a step, {plan.steps} steps, hardware={hardware}",
         "usable GiB": job.memory / 2**30,
-        "columns": [name for name in _COLUMNS if any(name in row for row in rows)],
+        "columns": [name for name in (rows[0] if rows else ()) if name not in _DETAILS],
         "candidates": rows,
         "refused": refused,
     }
@@ -73,7 +62,7 @@ def _row(one: Candidate, step: Estimate, plan: Plan) -> dict[str, Any]:
         sum(c.sent for c in step.collectives if c.is_within_host(job) == is_within) / 1e6 for is_within in (True, False)
     )
     hours = step.step_ms / 1000 * plan.steps / 3600
-    row = {
+    return {
         "strategy": one.name,
         "GiB": step.nbytes / 2**30,
         "MB within": within,
@@ -82,22 +71,20 @@ def _row(one: Candidate, step: Estimate, plan: Plan) -> dict[str, Any]:
         "bubble": f"{1000 * step.seconds.get('bubble', 0.0) / step.step_ms:.0%}",
         "efficiency": f"{plan.single.step_ms / step.step_ms / job.ranks:.0%}" if plan.single else "",
         "hours": hours,
+        **({"price": hours * job.ranks * price} if price else {}),
         "why not": one.reason,
         "options": one.options,
         "memory": step.memory,
         "seconds": step.seconds,
         "collectives": [vars(collective) for collective in step.collectives],
     }
-    return row | ({"price": hours * job.ranks * price} if price else {})
 
 
 def _table(columns: list[str], rows: list[dict[str, Any]]) -> Table:
     table = Table(box=None)
     for name in columns:
-        if name in _TEXTS:
-            table.add_column(name, no_wrap=True, min_width=24)
-        else:
-            table.add_column(name, no_wrap=True, min_width=max(7, len(name)), justify="right")
+        layout: Any = {"min_width": 24} if name in _TEXTS else {"min_width": max(7, len(name)), "justify": "right"}
+        table.add_column(name, no_wrap=True, **layout)
     for row in rows:
         cells = [row[name] for name in columns]
         table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else escape(str(cell)) for cell in cells))

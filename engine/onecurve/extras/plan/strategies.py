@@ -31,19 +31,12 @@ _HOOKS = {None: 1.0, "fp16": 0.5, "bf16": 0.5}  # the bytes of a float32 gradien
 class OneDevice:
     """A step of one process without a strategy; the strategies differ in some of its parts.
 
-    Args:
-        strategy: the strategy, which has not been set up.
-        profile: the network.
-        job: the run.
-
-    Raises:
-        UserError: the error with which the run would end, as for a batch that does not divide.
+    A UserError is the one with which the run would end, as for a batch that does not divide.
     """
 
     model_ranks, micro_batches = 1, 1  # ranks that share a replica, and micro-batches into which it divides a batch
     batch_copies = 2  # as the data module makes it, and in the memory format of the network
-    takes_turns = False  # whether ranks take virtual ranks in turn
-    adds_gradients = True  # whether those of all passes are added after them
+    sums_in_passes = False  # of virtual ranks, which ranks then take in turn; otherwise their gradients are added later
 
     def __init__(self, strategy: Any, profile: Profile, job: Job) -> None:
         self.strategy, self.profile, self.job = strategy, profile, job
@@ -68,7 +61,7 @@ class OneDevice:
         count = self.job.layout.virtual_ranks
         if self.job.ranks > 1:
             check_can_be_bit_exact(self.strategy, count, self.job.ranks)
-        parallel = replace(self._layout(0).parallel, num_microbatches=1, in_turn=self.takes_turns)
+        parallel = replace(self._layout(0).parallel, num_microbatches=1, in_turn=self.sums_in_passes)
         of_rank = [parallel.virtual_ranks(count, rank) for rank in range(self.replicas)]
         self.layout = virtual_layouts(self.job.layout.batch_size, parallel, count, self.job.layout.has_pairs)[0]
         self.samples = int(self.layout.counts.sum(1).max())
@@ -124,7 +117,7 @@ class OneDevice:
         for weights, buffers in self.networks():
             means = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
             integers += len(weights) + sum(buffer.numel() for buffer in buffers) - sum(x.numel() for x in means)
-            sums += self._sums([*(weights if self.adds_gradients else ()), *means])
+            sums += self._sums([*(() if self.sums_in_passes else weights), *means])
         return [Collective("all_reduce", 8 * integers, self.replicas, self.model_ranks), *sums]
 
     def networks(self) -> list[tuple[list[nn.Parameter], list[Tensor]]]:
@@ -188,12 +181,12 @@ class OneDevice:
 
     def optimizer_seconds(self) -> float:
         """Return the seconds of the optimizer step."""
-        if not self.job.hardware.tflops:
-            every = sum(weight.nbytes for weight in self.profile.weights.values())
-            return self.profile.optimizer_seconds * self.memory()["gradients"] / self.gradient_copies / every
         memory = self.memory()
         gradients = memory["gradients"] // self.gradient_copies
-        return self.job.hardware.copy_seconds(3 * gradients + 2 * memory["optimizer"])
+        if self.job.hardware.tflops:
+            return self.job.hardware.copy_seconds(3 * gradients + 2 * memory["optimizer"])
+        every = sum(weight.nbytes for weight in self.profile.weights.values())
+        return self.profile.optimizer_seconds * gradients / every
 
 
 class Replicas(OneDevice):
@@ -238,7 +231,7 @@ class Replicas(OneDevice):
 class Shards(OneDevice):
     """FSDP2: all-gathers of weights and reduce-scatters of gradients, one group of weights after the other."""
 
-    takes_turns, adds_gradients = True, False
+    sums_in_passes = True
 
     def __init__(self, strategy: Any, profile: Profile, job: Job) -> None:
         strategy.check_world_size(job.ranks)

@@ -9,9 +9,7 @@ from onecurve.extras.jobs import JOB_FILE, is_sweep
 def write_page_of(folder: Path, *, single_file: bool = False) -> Path:
     """Write the page of a run or a sweep; return its path.
 
-    Args:
-        folder: the folder of the run or sweep.
-        single_file: whether Plotly's JavaScript is inside the page, not beside all run folders.
+    With `single_file` Plotly's JavaScript is inside the page, not beside all run folders.
     """
     from onecurve.extras.report.run_page import write_run_page  # late: scripts.compare needs no Jinja
     from onecurve.extras.report.sweep_page import write_sweep_page

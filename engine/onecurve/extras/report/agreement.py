@@ -8,13 +8,12 @@ GPU, whose convolutions round to TF32.
 Runs with `bit_exact=true` have equal bits, unless what else changes them differs: their `numerics`.
 """
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from onecurve.extras.report.run_folder import Curve, RunFolder
+from onecurve.extras.report.run_folder import Curve, Floats, RunFolder
 
 _METRIC = "train/loss"
 _OF_MACHINE = ("throughput/", "ranks/")  # metrics of speed and memory
@@ -31,12 +30,17 @@ class Verdict(NamedTuple):
 
 def difference(curve: Curve, first: Curve) -> Curve:
     """Return the relative difference of a curve from the first one, at the steps that both have; two nan are equal."""
-    steps, ours, theirs = np.intersect1d(curve.steps, first.steps, return_indices=True)
-    reference = first.values[theirs]
+    steps, values, others = _at_common_steps(curve, first)
     with np.errstate(divide="ignore", invalid="ignore"):
-        gaps = np.abs(curve.values[ours] - reference) / np.abs(reference)
-    are_equal = (curve.values[ours] == reference) | (np.isnan(curve.values[ours]) & np.isnan(reference))
+        gaps = np.abs(values - others) / np.abs(others)
+    are_equal = (values == others) | (np.isnan(values) & np.isnan(others))
     return Curve(steps, np.where(are_equal, 0.0, gaps))
+
+
+def _at_common_steps(curve: Curve, first: Curve) -> tuple[Floats, Floats, Floats]:
+    """Return the steps that both curves have, and the values of each."""
+    steps, ours, theirs = np.intersect1d(curve.steps, first.steps, return_indices=True)
+    return steps, curve.values[ours], first.values[theirs]
 
 
 def shared_metrics(runs: Sequence[RunFolder]) -> list[str]:
@@ -55,9 +59,10 @@ def verdicts(runs: Sequence[RunFolder], names: Sequence[str]) -> list[Verdict]:
     found = []
     for first, *others in groups.values():
         for run, name in others:
-            verdict = (_compare_bits if run.is_bit_exact else _compare)(run, name, *first)
-            if verdict:
-                found.append(verdict._replace(sentence=verdict.sentence + _last_steps(run, name, *first)))
+            is_bit_exact = run.config.get("bit_exact") is True
+            if verdict := (_compare_bits if is_bit_exact else _compare)(run, name, *first):
+                sentence = f"Experiment {run.experiment}: {verdict.sentence}{_last_steps(run, name, *first)}"
+                found.append(Verdict(sentence, verdict.parts))
     return found
 
 
@@ -74,21 +79,17 @@ def _compare_bits(run: RunFolder, name: str, first: RunFolder, first_name: str) 
     for metric in sorted(run.curves.keys() & first.curves.keys()):
         if metric.startswith(_OF_MACHINE):
             continue
-        steps, ours, theirs = np.intersect1d(run.curves[metric].steps, first.curves[metric].steps, return_indices=True)
-        values, others = run.curves[metric].values[ours], first.curves[metric].values[theirs]
-        differing = np.flatnonzero((values != others) & ~(np.isnan(values) & np.isnan(others)))
+        steps, values, others = _at_common_steps(run.curves[metric], first.curves[metric])
         count += len(steps)
-        if len(differing):
-            at = differing[0]
+        for at in np.flatnonzero(difference(run.curves[metric], first.curves[metric]).values)[:1]:
             differences.append((steps[at], metric, float(values[at]), float(others[at])))
-    experiment = f"Experiment {run.experiment}:"
     if not count:
-        return Verdict(f"{experiment} {name} and {first_name} have logged nothing at the same step.", False)
+        return Verdict(f"{name} and {first_name} have logged nothing at the same step.", False)
     if not differences:
-        return Verdict(f"{experiment} {name} and {first_name} are equal to the last bit ({count} values).", False)
+        return Verdict(f"{name} and {first_name} are equal to the last bit ({count} values).", False)
     step, metric, value, other = min(differences)
     measured = f"{metric} is {value!r} and {other!r}, which differ from digit {_first_digit(value, other)} on"
-    sentence = f"{experiment} {name} parts from {first_name} at step {step:.0f}: {measured}."
+    sentence = f"{name} parts from {first_name} at step {step:.0f}: {measured}."
     changed = {key for key in run.numerics | first.numerics if run.numerics.get(key) != first.numerics.get(key)}
     if not changed:
         return Verdict(sentence, True)
@@ -100,13 +101,11 @@ def _compare_bits(run: RunFolder, name: str, first: RunFolder, first_name: str) 
 
 def _first_digit(a: float, b: float) -> int:
     """Return the number of the first significant digit in which two numbers differ, counted from one."""
-    if not (math.isfinite(a) and math.isfinite(b)):
+    texts = [f"{value:+.16e}" for value in (a, b)]
+    if texts[0].partition("e")[2] != texts[1].partition("e")[2]:
         return 1
-    (ours, our_exponent), (theirs, their_exponent) = (f"{x:+.16e}".split("e") for x in (a, b))
-    if our_exponent != their_exponent:
-        return 1
-    equal = [x == y for x, y in zip(ours.replace(".", ""), theirs.replace(".", ""), strict=False)]
-    return max(1, equal.index(False)) if False in equal else len(equal)
+    equal = [x == y for x, y in zip(*texts, strict=False)]
+    return max(1, equal.index(False) - 1)  # the sign and the point are no digits
 
 
 def _compare(run: RunFolder, name: str, first: RunFolder, first_name: str) -> Verdict | None:
@@ -127,18 +126,17 @@ def _compare_loss(metric: str, run: RunFolder, name: str, first: RunFolder, firs
     begin, most = _bounds(metric, run, first)
     allowed = np.minimum(begin * 10.0 ** np.minimum(gap.steps, 9), most)
     beyond = np.flatnonzero(~(gap.values <= allowed))  # nan is beyond
-    experiment = f"Experiment {run.experiment}:"
     if not len(gap.steps):
-        return Verdict(f"{experiment} {name} and {first_name} have logged {metric} at no common step.", False)
+        return Verdict(f"{name} and {first_name} have logged {metric} at no common step.", False)
     if not len(beyond):
         largest = f"differ by at most {np.max(gap.values):.1e}, relative, as rounding that training amplifies explains"
         measured = f"{len(gap.steps)} log points of {metric} {largest if np.any(gap.values) else 'are equal'}"
-        return Verdict(f"{experiment} {name} and {first_name} have one curve: {measured}.", False)
+        return Verdict(f"{name} and {first_name} have one curve: {measured}.", False)
     at = beyond[0]
-    sentence = f"{experiment} {name} parts from {first_name} at step {gap.steps[at]:.0f}"
+    sentence = f"{name} parts from {first_name} at step {gap.steps[at]:.0f}"
     if not np.isfinite(gap.values[at]):
-        value, other = (dict(zip(*one.curves[metric], strict=True))[gap.steps[at]] for one in (run, first))
-        return Verdict(f"{sentence}: {metric} is {value:.4g} and {other:.4g}.", True)
+        _, values, others = _at_common_steps(run.curves[metric], first.curves[metric])
+        return Verdict(f"{sentence}: {metric} is {values[at]:.4g} and {others[at]:.4g}.", True)
     sentence += f": {metric} differs by {gap.values[at]:.1e}, relative; rounding explains {allowed[at]:.1e}."
     if run.world_size != first.world_size:
         sentence += (

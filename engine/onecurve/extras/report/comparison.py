@@ -2,18 +2,15 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 
 from onecurve.extras.report.agreement import difference, shared_metrics, verdicts
 from onecurve.extras.report.metric_charts import downsample, median, style_value_axis
-from onecurve.extras.report.page import Section, chart, macros, new_figure, parts, series_color, write_page
+from onecurve.extras.report.page import Figure, Section, chart, macros, new_figure, parts, series_color, write_page
 from onecurve.extras.report.run_folder import Curve, RunFolder
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 SAME = 1e-9  # relative difference up to which two curves in float64 are the same
 _EXACT = 1e-17  # where the axis shows a difference of zero, below the rounding of float64
@@ -63,7 +60,7 @@ def _run_table(runs: list[RunFolder], names: list[str]) -> Markup:
     return parts.table([*columns, "memory, MiB"], rows, sortable=True)
 
 
-def comparison_figure(metric: str, runs: list[RunFolder], names: list[str], height: int) -> "go.Figure":
+def comparison_figure(metric: str, runs: list[RunFolder], names: list[str], height: int) -> Figure:
     """Return the curves of a metric that all runs have, and below them their relative differences from the first."""
     figure = new_figure(height)
     step = min(2.4, 12 / len(runs))  # pixels by which a curve is narrower than the one before it
@@ -83,7 +80,7 @@ def comparison_figure(metric: str, runs: list[RunFolder], names: list[str], heig
     return figure
 
 
-def _add_difference(figure: "go.Figure", gap: Curve, name: str, color: str) -> None:
+def _add_difference(figure: Figure, gap: Curve, name: str, color: str) -> None:
     shown = downsample(gap)
     figure.add_scatter(
         x=shown.steps,
@@ -98,7 +95,7 @@ def _add_difference(figure: "go.Figure", gap: Curve, name: str, color: str) -> N
     )
 
 
-def _mark_same(figure: "go.Figure") -> None:
+def _mark_same(figure: Figure) -> None:
     """Draw the line below which two curves in float64 are the same, and shade what is below it."""
     across = {"xref": "paper", "x0": 0, "x1": 1, "yref": "y2", "layer": "below"}
     figure.add_shape(**across, y0=_EXACT / 4, y1=SAME, fillcolor="var(--band)", line={"width": 0})

@@ -1,16 +1,13 @@
 """Charts of the columns of metrics.csv, where long curves have fewer points, and stacked bars."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 
-from onecurve.extras.report.page import chart, new_figure, series_color
+from onecurve.extras.report.page import Figure, chart, new_figure, series_color
 from onecurve.extras.report.run_folder import Curve
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 BUCKETS = 600  # of a long curve, each with its smallest and its largest value; a chart is some 600 pixels wide
 _NOISY = 400  # points from which a curve is pale, with the mean of each of `_MEANS` sections upon it
@@ -18,9 +15,8 @@ _MEANS = 100
 _WIDE_RANGE = 50  # largest value / smallest value from which an axis is logarithmic
 _MOST_TIMES = 4  # the longest bar, from which a limit is no longer drawn
 _FRACTIONS = ("acc", "val_class", "data_fraction", "gain", "mfu")  # last parts of the names of metrics from 0 to 1
-_SPLITS = ("train", "val", "test")
+_SPLITS = {"train": "var(--s1)", "val": "var(--s2)", "test": "var(--s4)"}  # and their colors
 CATEGORIES = {"autorange": "reversed", "showgrid": False, "type": "category"}  # an axis of names, the first on top
-_COLORS = {"train": "var(--s1)", "val": "var(--s2)", "test": "var(--s4)"}
 
 
 def median(curves: dict[str, Curve], name: str) -> float | None:
@@ -47,7 +43,7 @@ def metric_chart(metric: str, curves: dict[str, Curve]) -> Markup:
     """Return the chart of one group of metrics, given as curves by name."""
     figure = new_figure(260)
     for index, (name, curve) in enumerate(curves.items()):
-        _add_curve(figure, name, curve, _COLORS.get(name.partition("/")[0], series_color(index)))
+        _add_curve(figure, name, curve, _SPLITS.get(name.partition("/")[0], series_color(index)))
     figure.update_xaxes(title="step", rangemode="tozero")
     style_value_axis(figure, metric, curves.values())
     return chart(figure, metric, _note(curves))
@@ -62,15 +58,9 @@ def stacked_bars(
     row: int = 0,
     limit: float | None = None,
 ) -> Markup:
-    """Return a chart with a horizontal bar for each name, which is stacked of parts.
+    """Return a chart with a horizontal bar for each name, stacked of parts: `series` has their colors and values.
 
-    Args:
-        title, note: as in `chart`.
-        names: names of the bars.
-        series: colors and values by the labels of the parts.
-        unit: unit of the values.
-        row: pixels of a bar; by default they are thinner if there are many.
-        limit: value that a line marks, unless the bars would be too short beside it.
+    A bar has `row` pixels; by default fewer if there are many. A line marks the limit, unless bars would be too short.
     """
     height = 84 + len(names) * (row or min(30, max(8, 700 // len(names))))
     figure = new_figure(height, barmode="stack", hovermode="y unified", bargap=0.35, yaxis=CATEGORIES)
@@ -87,7 +77,7 @@ def stacked_bars(
     return chart(figure, title, note, wide=True)
 
 
-def style_value_axis(figure: "go.Figure", metric: str, curves: Iterable[Curve]) -> None:
+def style_value_axis(figure: Figure, metric: str, curves: Iterable[Curve]) -> None:
     """Set the axis of a metric's values: in percent, from zero, or logarithmic if positive values have a wide range."""
     values = np.concatenate([curve.finite() for curve in curves])
     axis: dict[str, Any] = {}
@@ -100,7 +90,7 @@ def style_value_axis(figure: "go.Figure", metric: str, curves: Iterable[Curve]) 
     figure.update_layout(yaxis=axis)
 
 
-def _add_curve(figure: "go.Figure", name: str, curve: Curve, color: str) -> None:
+def _add_curve(figure: Figure, name: str, curve: Curve, color: str) -> None:
     shown = downsample(curve)
     is_noisy = len(curve.values) > _NOISY
     symbol, size = ("star", 11) if name.startswith("test/") else ("circle", 5)
@@ -123,13 +113,12 @@ def _add_curve(figure: "go.Figure", name: str, curve: Curve, color: str) -> None
 
 def _note(curves: dict[str, Curve]) -> str:
     """Return which points the chart leaves out because they are not finite."""
-    parts = []
-    for name, curve in curves.items():
-        finite = np.isfinite(curve.values)
-        if not finite.all():
-            first = int(curve.steps[~finite][0])
-            parts.append(f"{name} is not finite at {int((~finite).sum())} points, first at step {first}")
-    return "; ".join(parts)
+    missing = {name: curve.steps[~np.isfinite(curve.values)] for name, curve in curves.items()}
+    return "; ".join(
+        f"{name} is not finite at {len(steps)} points, first at step {steps[0]:.0f}"
+        for name, steps in missing.items()
+        if len(steps)
+    )
 
 
 def downsample(curve: Curve, buckets: int = BUCKETS) -> Curve:

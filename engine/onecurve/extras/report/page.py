@@ -3,36 +3,27 @@
 import json
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup, escape
 
 from onecurve.records.files import atomic_write
 
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
-
 TEMPLATES = Path(__file__).parent / "templates"
+Figure = Any  # of plotly, which is imported late: it takes a tenth of a second, and runs can be without it
 
 
-@dataclass
-class Section:
+class Section(NamedTuple):
     """One section of a page; the title is also its link at the top."""
 
     title: str
     body: Markup
     note: str = ""
-
-    @property
-    def anchor(self) -> str:
-        return self.title.lower().replace(" ", "-")
 
 
 def number(value: float | None, unit: str = "") -> str:
@@ -56,20 +47,19 @@ def series_color(index: int) -> str:
     return f"var(--s{index % 10 + 1})"
 
 
-def _are_numbers(cells: Iterable[Any]) -> bool:
-    types = {type(cell) for cell in cells if cell is not None}
-    return bool(types) and types <= {int, float}
-
-
 _SYNTAX: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "extensions": ["jinja2.ext.do"]}
 _ENVIRONMENT = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, **_SYNTAX)
 _ENVIRONMENT.filters |= {
     "breakable": lambda name: Markup(re.sub("([._])", r"\1<wbr>", str(escape(name)))),
+    "anchor": lambda title: title.lower().replace(" ", "-"),
     "datetime": lambda seconds: datetime.fromtimestamp(seconds or 0.0),
     "count": lambda value: f"{value:,}" if isinstance(value, int) else number(value),
     "text": lambda value: number(value) if isinstance(value, float) else str(value),
 }
-_ENVIRONMENT.tests |= {"all_numbers": _are_numbers, "finite": lambda value: value is not None and isfinite(value)}
+_ENVIRONMENT.tests |= {
+    "all_numbers": lambda cells: {type(cell) for cell in cells} - {type(None)} in ({int}, {float}, {int, float}),
+    "finite": lambda value: value is not None and isfinite(value),
+}
 
 
 def macros(page: str) -> Any:
@@ -80,21 +70,17 @@ def macros(page: str) -> Any:
 parts = macros("parts")
 
 
-def new_figure(height: int, **layout: Any) -> "go.Figure":
+def new_figure(height: int, **layout: Any) -> Figure:
     """Return a figure without traces, of a height in pixels; `layout` has further options of Plotly's layout."""
-    import plotly.graph_objects as go  # late: importing it takes a tenth of a second, and runs can be without it
+    import plotly.graph_objects as go
 
     return go.Figure(layout={"height": height, "template": {}} | layout)  # copying the default template takes longer
 
 
-def chart(figure: "go.Figure", title: str, note: str = "", *, wide: bool = False) -> Markup:
-    """Return a chart that `page.js` draws.
+def chart(figure: Figure, title: str, note: str = "", *, wide: bool = False) -> Markup:
+    """Return a chart that `page.js` draws; a wide one takes the full width of the page.
 
-    Args:
-        figure: a Plotly figure with a height, whose colors are variables of `style.css`, such as `var(--s1)`.
-        title: its title.
-        note: one sentence below the title.
-        wide: whether it takes the full width of the page.
+    The figure has a height, and its colors are variables of `style.css`, such as `var(--s1)`.
     """
     content = json.loads(figure.to_json(validate=False))
     content["layout"].pop("template", None)  # the page's own has both palettes
@@ -110,15 +96,9 @@ def chart(figure: "go.Figure", title: str, note: str = "", *, wide: bool = False
 def write_page(
     file: Path, kind: str, title: str, lead: str, sections: list[Section], scripts: Path | None = None
 ) -> Path:
-    """Write a page atomically; return its path.
+    """Write a page atomically, without the sections that have no body; return its path.
 
-    Args:
-        file: the page.
-        kind: what it is about, such as "Run".
-        title: its title.
-        lead: what stands below the title.
-        sections: its sections; those without a body are left out.
-        scripts: the folder for Plotly's JavaScript, which many pages share; None puts it into the page.
+    `scripts` is the folder for Plotly's JavaScript, which many pages share; None puts it into the page.
     """
     from plotly.offline import get_plotlyjs
 

@@ -4,19 +4,16 @@ from collections import defaultdict
 from itertools import chain
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from markupsafe import Markup
 
 from onecurve.extras.report.metric_charts import CATEGORIES
-from onecurve.extras.report.page import chart, new_figure
+from onecurve.extras.report.page import Figure, chart, new_figure
 from onecurve.extras.report.run_folder import RunFolder
-from onecurve.extras.report.simulation import Action, Pass, bubble, order_of_passes, simulate
+from onecurve.extras.report.simulation import Action, Pass, bubble, duration, order_of_passes, simulate
 from onecurve.parallel.pipeline.schedules import SCHEDULES
 from onecurve.records.files import read_json_lines
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 _KINDS = {
     "F": ("forward", "var(--forward)"),
@@ -25,10 +22,6 @@ _KINDS = {
     "W": ("gradients of the weights", "var(--weight-gradient)"),
 }
 Step = list[list[Pass]]  # the passes of each rank of one pipeline
-
-
-def duration(step: Step) -> float:
-    return max(one.end for passes in step for one in passes)
 
 
 def passes_chart(run: RunFolder) -> Markup:
@@ -60,9 +53,8 @@ def passes_chart(run: RunFolder) -> Markup:
 def fastest_step(run: Path, order: list[list[Action]]) -> Step:
     """Return the shortest recorded step, which other programs have disturbed least; empty if none has these passes.
 
-    Args:
-        run: the run folder, which may also have steps of another schedule or number of ranks.
-        order: the passes of each rank. If a step accumulates batches, its first batch is returned.
+    A run folder may also have steps of another schedule or number of ranks. Of a step that accumulates batches, the
+    first batch is returned.
     """
     steps: dict[int, dict[int, list[Pass]]] = defaultdict(dict)  # by step and rank, in UNIX seconds
     for rank, actions in enumerate(order):
@@ -82,15 +74,10 @@ def _from_zero(step: Step) -> Step:
     return [[one._replace(start=one.start - first, end=one.end - first) for one in passes] for passes in step]
 
 
-def draw_passes(figure: "go.Figure", step: Step, scale: float, label: str = "rank", axis: str = "") -> None:
+def draw_passes(figure: Figure, step: Step, scale: float, label: str = "rank", axis: str = "") -> None:
     """Draw the passes over the bubble, a row per rank; the later stages of a rank are paler.
 
-    Args:
-        figure: a Plotly figure with `barmode="overlay"`.
-        step: the passes of each rank.
-        scale: factor from the times of the passes to the unit of the axis.
-        label: what stands before the number of a rank.
-        axis: number of the figure's axes to draw on; empty for the first ones.
+    The figure has `barmode="overlay"`, and `axis` is the number of its axes to draw on; `scale` gives their unit.
     """
     axes: dict[str, Any] = {"xaxis": f"x{axis}", "yaxis": f"y{axis}", "orientation": "h"}
     names = [f"{label} {rank}" for rank in range(len(step))]

@@ -13,12 +13,7 @@ _LABEL, _ROW = 34, 46  # characters of a line of a bar's label; pixels of a bar,
 
 
 def write_plan_page(folder: Path, plan: dict[str, Any]) -> Path:
-    """Write plan.html into the run folder; return its path.
-
-    Args:
-        folder: the run folder.
-        plan: the content of its plan.json.
-    """
+    """Write plan.html into the run folder, from the content of its plan.json; return its path."""
     rows, columns, refused, usable_gib = plan["candidates"], plan["columns"], plan["refused"], plan["usable GiB"]
     table = parts.table(columns, [[row[name] for name in columns] for row in rows], sortable=True)
     candidates = parts.grid([parts.card("", table, wide=True)])
@@ -26,7 +21,7 @@ def write_plan_page(folder: Path, plan: dict[str, Any]) -> Path:
     sections = [
         Section("Candidates", candidates if rows else parts.muted("The run refuses all strategies."), note),
         Section("Memory and time", parts.grid(_charts(rows, usable_gib) if rows else [])),
-        Section("Refused", _errors(refused) if refused else Markup()),
+        Section("Refused", _errors(refused)),
     ]
     tiles = []
     for row in rows[:1]:
@@ -42,7 +37,7 @@ def _errors(refused: dict[str, list[str]]) -> Markup:
         (error, parts.details(f"{names[0]} and {len(names) - 1} more", ", ".join(names)) if names[1:] else names[0])
         for error, names in refused.items()
     ]
-    return parts.grid([parts.card("", parts.table(["error", "strategies"], rows), wide=True)])
+    return parts.grid([parts.card("", parts.table(["error", "strategies"], rows), wide=True)] if rows else [])
 
 
 def _charts(rows: list[dict[str, Any]], usable_gib: float) -> list[Markup]:

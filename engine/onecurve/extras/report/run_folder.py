@@ -3,7 +3,7 @@
 import csv
 import json
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import cached_property
 from math import nan
 from pathlib import Path
@@ -12,19 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 from numpy.typing import NDArray
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from onecurve.checkpoint.format import VERSION_KEY
 from onecurve.errors import UserError
-from onecurve.identity.option_kinds import (
-    HARDWARE,
-    OWN_HARDWARE,
-    default_value,
-    experiment_options,
-    flatten_config,
-    is_experiment,
-    matches,
-)
+from onecurve.identity.option_kinds import HARDWARE, OWN_HARDWARE, experiment_options, flatten_config, matches
 from onecurve.records.events import ENDS, STARTS, last_of, read_events
 from onecurve.records.files import CONFIG, METRICS, read_json_lines
 
@@ -90,15 +82,14 @@ class RunFolder:
 
     @cached_property
     def experiment_options(self) -> dict[str, Any]:
-        """The options of its experiment, by dotted name; of a class that cannot be imported, all but known hardware."""
+        """The options of its experiment, by dotted name; if a class cannot be imported, all but known hardware."""
         config = read_mapping(self.path / CONFIG)
         options = {name: node for name, node in config.items() if name not in _RECORDED}
-        resolved = OmegaConf.create(options)
         try:
-            return experiment_options(resolved)
+            return experiment_options(OmegaConf.create(options))
         except UserError:  # such as a class of a script
             flat = flatten_config(options)
-        return {name: value for name, value in flat.items() if _is_experiment(resolved, name, value)}
+        return {name: value for name, value in flat.items() if not matches(name, HARDWARE + OWN_HARDWARE)}
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
@@ -125,11 +116,6 @@ class RunFolder:
     def experiment(self) -> str | None:
         """The fingerprint of its experiment; None in a run of an earlier version."""
         return self.config.get("experiment")
-
-    @property
-    def is_bit_exact(self) -> bool:
-        """Whether it computes its virtual ranks one by one."""
-        return self.config.get("bit_exact") is True
 
     @property
     def numerics(self) -> dict[str, Any]:
@@ -172,19 +158,10 @@ class RunFolder:
         return {size: float(np.nanmedian(values)) for size, values in logged.items()}
 
 
-def _is_experiment(config: DictConfig, name: str, value: Any) -> bool:
-    """Return whether an option belongs to the experiment, as far as its class can be imported."""
-    try:
-        return is_experiment(config, name, value) and value != default_value(config, name)
-    except UserError:
-        return not matches(name, HARDWARE + OWN_HARDWARE)
-
-
 def _activity_seconds(file: Path) -> dict[str, float]:
     """Return the seconds of each activity, over all intervals of a rank's timeline."""
-    seconds: dict[str, float] = defaultdict(float)
+    seconds: Any = Counter()
     for line in read_json_lines(file):
         if line.get("kind") == "interval":
-            for activity, part in line["spans"].items():
-                seconds[activity] += part
+            seconds.update(line["spans"])
     return dict(seconds)

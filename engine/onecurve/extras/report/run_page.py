@@ -115,24 +115,21 @@ def _curve_section(run: RunFolder) -> Section:
 
 
 def _rank_charts(run: RunFolder) -> list[Markup]:
-    charts = [_time_chart(run.rank_seconds)] if run.rank_seconds else []
-    if charts and run.config.get("strategy.schedule"):
-        from onecurve.extras.report.passes import passes_chart  # late: it imports torch, which takes seconds
-
-        charts.append(passes_chart(run))
-    return [*charts, *_charts(_groups(run, "ranks"))]
-
-
-def _time_chart(rank_seconds: dict[int, dict[str, float]]) -> Markup:
-    """Return the chart of the seconds of each activity, one bar per rank."""
+    charts = _charts(_groups(run, "ranks"))
+    if not run.rank_seconds:
+        return charts
     series = {
-        label: (color, [spent.get(activity, 0.0) for spent in rank_seconds.values()])
+        label: (color, [spent.get(activity, 0.0) for spent in run.rank_seconds.values()])
         for activity, (label, color) in _ACTIVITIES.items()
     }
-    names = [f"rank {rank}" for rank in rank_seconds]
-    return stacked_bars(
-        "Where the time goes", "Sum over the recorded intervals of each rank.", names, series, "seconds"
-    )
+    names = [f"rank {rank}" for rank in run.rank_seconds]
+    note = "Sum over the recorded intervals of each rank."
+    times = stacked_bars("Where the time goes", note, names, series, "seconds")
+    if not run.config.get("strategy.schedule"):
+        return [times, *charts]
+    from onecurve.extras.report.passes import passes_chart  # late: it imports torch, which takes seconds
+
+    return [times, passes_chart(run), *charts]
 
 
 def _evaluation_section(split: str, evaluation: dict[str, Any]) -> Section:
@@ -189,6 +186,4 @@ def _settings(run: RunFolder) -> Markup:
     """Return the command and revision of the newest start, and the tables of the configuration."""
     options = {name: value for name, value in run.config.items() if not name.startswith(_HIDDEN)}
     command = shlex.join(map(str, run.started.get("command") or []))
-    changes = run.started.get("changes") or {}  # earlier versions wrote [default, value]
-    changed = {name: value[-1] if isinstance(value, list) else value for name, value in changes.items()}
-    return macros("run").settings(command, run.started, changed, options)
+    return macros("run").settings(command, run.started, run.started.get("changes"), options)

@@ -39,13 +39,7 @@ class Pass(NamedTuple):
 
 
 def order_of_passes(schedule: str, ranks: int, microbatches: int) -> list[list[Action]]:
-    """Return what each rank executes in a step, in that order.
-
-    Args:
-        schedule: key of `SCHEDULES`.
-        ranks: number of ranks of the pipeline.
-        microbatches: number of micro-batches of a step.
-    """
+    """Return what each rank of a pipeline executes in a step, in that order."""
     spec = SCHEDULES[schedule]
     num_stages = spec.stages_per_rank * ranks
     stages: Any = [
@@ -58,10 +52,8 @@ def order_of_passes(schedule: str, ranks: int, microbatches: int) -> list[list[A
         # one (`Schedule1F1B._get_pipeline_order` of torch 2.13).
         ahead = [microbatches if schedule == "gpipe" else ranks - rank for rank in range(ranks)]
         return [_forward_ahead(rank, microbatches, ahead[rank]) for rank in range(ranks)]
-    listed = [[action for action in built.pipeline_order[rank] if action is not None] for rank in range(ranks)]
-    return [
-        [Action(a.stage_index, a.microbatch_index, a.computation_type.value) for a in actions] for actions in listed
-    ]
+    order = [filter(None, built.pipeline_order[rank]) for rank in range(ranks)]
+    return [[Action(a.stage_index, a.microbatch_index, a.computation_type.value) for a in actions] for actions in order]
 
 
 def _forward_ahead(stage: int, microbatches: int, ahead: int) -> list[Action]:
@@ -79,20 +71,19 @@ def simulate(
     ranks: int,
     microbatches: int,
     duration: Callable[[Action], float] = lambda action: _UNITS[action.kind],
-    delay: Callable[[Action, int], float] = lambda result, stage: 0.0,
+    delay: Callable[[int, int], float] = lambda sender, receiver: 0.0,
 ) -> list[list[Pass]]:
     """Return the passes of each rank in a step, with their times.
 
     Args:
-        schedule, ranks, microbatches: as for `order_of_passes`.
         duration: of a pass; by default all stages cost the same, and a full backward pass takes two units of time.
-        delay: from the end of a pass until a stage has its result.
+        delay: from the end of a pass of a stage until another stage has its result.
     """
     order = order_of_passes(schedule, ranks, microbatches)
     waiting = [deque(actions) for actions in order]
     last_stage = max(action.stage for actions in order for action in actions)
     timeline: list[list[Pass]] = [[] for _ in waiting]
-    ends: dict[Action, float] = {}  # when a result is there; for a full backward pass, the gradients of the inputs
+    ends: dict[Action, float] = {}  # when a result is there
     while any(waiting):
         remaining = sum(map(len, waiting))
         for passes, actions in zip(timeline, waiting, strict=True):
@@ -101,9 +92,11 @@ def simulate(
                 continue
             action = actions.popleft()
             rank_is_free = passes[-1].end if passes else 0.0
-            start = max([rank_is_free, *(ends[other] + delay(other, action.stage) for other in needed)])
+            start = max([rank_is_free, *(ends[other] + delay(other.stage, action.stage) for other in needed)])
             passes.append(Pass(*action, start, start + duration(action)))
-            ends[_result(action)] = passes[-1].end
+            if action.kind == "B":  # others wait for the gradients of the inputs
+                action = action._replace(kind="I")
+            ends[action] = passes[-1].end
         if sum(map(len, waiting)) == remaining:
             raise ValueError("passes wait for others that do not exist")
     return timeline
@@ -120,13 +113,13 @@ def _needed(action: Action, last_stage: int) -> list[Action]:
     return [own_forward] if stage == last_stage else [own_forward, Action(stage + 1, microbatch, "I")]
 
 
-def _result(action: Action) -> Action:
-    """Return the action under which others wait for the result: a full backward pass has the inputs' gradients."""
-    return action._replace(kind="I") if action.kind == "B" else action
+def duration(timeline: Collection[Sequence[Pass]]) -> float:
+    """Return the end of a step, from the passes of each rank."""
+    return max(entry.end for passes in timeline for entry in passes)
 
 
 def bubble(timeline: Collection[Sequence[Pass]]) -> float:
     """Return the fraction of a step in which the ranks idle on average, from the passes of each rank."""
-    total = len(timeline) * max(entry.end for passes in timeline for entry in passes)
+    total = len(timeline) * duration(timeline)
     busy = sum(entry.end - entry.start for passes in timeline for entry in passes)
     return (total - busy) / total if total else 0.0

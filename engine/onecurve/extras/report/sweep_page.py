@@ -3,45 +3,18 @@
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 from markupsafe import Markup
 
-from onecurve.extras.jobs import Job, differing_overrides, read_jobs, seed_rows
+from onecurve.extras.jobs import Sweep
 from onecurve.extras.report.metric_charts import downsample, style_value_axis
 from onecurve.extras.report.page import Section, chart, duration_text, macros, new_figure, number, parts, write_page
-from onecurve.extras.report.run_folder import read_mapping, read_metrics
+from onecurve.extras.report.run_folder import read_metrics
 from onecurve.extras.report.run_page import REPORT
 from onecurve.records.files import METRICS
 
 _COLORS = {"finished": "good", "failed": "bad", "killed": "bad", "stopped": "warn"}
 _SHOWN = ("val/acc", "test/acc", "train/loss")  # metrics that the table shows besides the optimized one
 _CURVE_POINTS = 200  # buckets of the curve of a job
-
-
-class Sweep:
-    """A sweep folder.
-
-    Attributes:
-        jobs: the jobs by the names of their folders, in the order of their numbers.
-        overrides: the overrides in which each of them differs from the others.
-        metric: the name of the optimized metric.
-        falls: whether its lowest result is the best.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.jobs = path, dict(read_jobs(path))
-        self.overrides = differing_overrides([job.overrides for job in self.jobs.values()])
-        self.metric = next((job.metric for job in self.jobs.values() if job.metric), "result")
-        saved = read_mapping(self.path / "multirun.yaml").get("hydra", {}).get("sweeper") or {}
-        direction = saved.get("direction") or ("minimize" if self.metric.endswith("loss") else "maximize")
-        self.falls = direction == "minimize"
-
-    @property
-    def ranked(self) -> list[str]:
-        """The names of the jobs that have a result, the best one last."""
-        results = {name: job.result for name, job in self.jobs.items() if job.result is not None}
-        finite = {name: result for name, result in results.items() if np.isfinite(result)}
-        return sorted(finite, key=lambda name: finite[name], reverse=self.falls)
 
 
 def write_sweep_page(folder: Path, scripts: Path | None) -> Path:
@@ -58,15 +31,11 @@ def write_sweep_page(folder: Path, scripts: Path | None) -> Path:
 
 
 def _lead(sweep: Sweep) -> Markup:
-    statuses = Counter(_status(job) for job in sweep.jobs.values())
+    statuses = Counter(job.end for job in sweep.jobs.values())
     sentence = f"All jobs took {duration_text(sum(job.seconds for job in sweep.jobs.values()))}."
     if ranked := sweep.ranked:
         sentence += f" The best is job {ranked[-1]} with {sweep.metric} {number(sweep.jobs[ranked[-1]].result)}."
     return macros("sweep").lead(statuses, _COLORS, sentence)
-
-
-def _status(job: Job) -> str:
-    return "killed" if job.status == "running" else job.status
 
 
 def _job_table(sweep: Sweep) -> Markup:
@@ -79,7 +48,7 @@ def _job_table(sweep: Sweep) -> Markup:
             job.result,
             *(job.metrics.get(name) for name in metrics),
             round(job.seconds, 1),
-            page.status(_COLORS.get(_status(job), ""), _status(job)),
+            page.status(_COLORS.get(job.end, ""), job.end),
         ]
         for (name, job), overrides in zip(sweep.jobs.items(), sweep.overrides, strict=True)
     ]
@@ -89,7 +58,7 @@ def _job_table(sweep: Sweep) -> Markup:
 
 def _seeds(sweep: Sweep) -> Markup:
     """Return mean and standard deviation of the jobs that differ only in the seed."""
-    rows = [list(row.values()) for row in seed_rows(list(sweep.jobs.values()), sweep.overrides, sweep.metric)]
+    rows = [list(row.values()) for row in sweep.seed_rows()]
     table = parts.table(["overrides", "seeds", "mean", "standard deviation"], rows, sortable=True)
     return parts.card(f"Mean and standard deviation of {sweep.metric}", table, wide=True) if rows else Markup()
 

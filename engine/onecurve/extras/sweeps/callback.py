@@ -1,6 +1,10 @@
-"""Hydra callback for sweeps. Every start imports this file, so heavy imports are inside the functions."""
+"""Hydra callback for sweeps, and their result tables on the terminal and as CSV files.
+
+Every start imports this file, so heavy imports are inside the functions.
+"""
 
 import atexit
+import csv
 import os
 import sys
 from pathlib import Path
@@ -10,17 +14,17 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from onecurve.config.folder import register_resolvers
-from onecurve.extras.jobs import job_folder, read_jobs
+from onecurve.extras.jobs import DONE, Job, Sweep, is_sweep, job_folder
+from onecurve.records.files import atomic_write
+
+_MAX_ERROR_LENGTH = 80  # characters of a job's error that the table shows
 
 register_resolvers()  # joblib and submitit import this file in their processes, where Hydra composes the config again
 OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
 
 
 class SweepReport(Callback):
-    """Callback that refuses a sweep started by torchrun or srun, and prints the report at the end of a sweep.
-
-    The exit code is 1 unless every job has finished.
-    """
+    """Refuses a sweep started by torchrun or srun, and reports at the end; the exit code is 0 if all jobs finished."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         self._sweep_pid = os.getpid()  # the sweep's process, also where a launcher unpickles this object
@@ -46,13 +50,60 @@ class SweepReport(Callback):
 
     def _report(self, config: DictConfig) -> bool:
         """Print the tables and write the page; return whether every job has finished."""
-        from onecurve.extras.sweeps.table import report
         from onecurve.launch.outcome import write_report
 
         folder = Path(config.hydra.sweep.dir)
-        if not list(read_jobs(folder)):  # an error has ended the sweep before its first job
+        if not is_sweep(folder):  # an error has ended it before its first job
             return False
         is_complete = report(folder)
         if config.report:
             write_report(folder)
         return is_complete
+
+
+def report(folder: Path) -> bool:
+    """Print the tables, write `sweep.csv` and `seeds.csv`; return whether every job has finished."""
+    sweep = Sweep(folder)
+    named = zip(sweep.jobs.items(), sweep.overrides, strict=True)
+    rows = [_job_row(name, job, overrides, sweep.metric) for (name, job), overrides in named]
+    _write(folder / "sweep.csv", rows)
+    _print(f"{len(rows)} jobs in {folder}", rows, ["job", "overrides", sweep.metric, "seconds", "status"])
+    if over_seeds := sweep.seed_rows():
+        _write(folder / "seeds.csv", over_seeds)
+        _print("over seeds", over_seeds, list(over_seeds[0]))
+    return all(job.status in DONE for job in sweep.jobs.values())
+
+
+def _job_row(name: str, job: Job, overrides: list[str], metric: str) -> dict[str, Any]:
+    """Return the table cells of one job: the optimized metric has the third column, the others come last."""
+    cells = {
+        "job": name,
+        "overrides": " ".join(overrides),
+        metric: job.result,
+        "seconds": f"{job.seconds:.1f}",
+        "status": job.end,
+        "error": "".join(job.error.strip().splitlines()[-1:]),  # of a traceback: the exception
+    }
+    return cells | job.metrics
+
+
+def _print(title: str, rows: list[dict[str, Any]], columns: list[str]) -> None:
+    """Print a table; the last column also shows the error of a job."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns, title=title)
+    for row in rows:
+        cells = [f"{row[name]:.4f}" if isinstance(row[name], float) else str(row[name] or "") for name in columns]
+        if row.get("error"):
+            cells[-1] += f": {row['error'][:_MAX_ERROR_LENGTH]}"
+        table.add_row(*cells)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _write(file: Path, rows: list[dict[str, Any]]) -> None:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    with atomic_write(file) as temporary, temporary.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, columns)
+        writer.writeheader()
+        writer.writerows(rows)

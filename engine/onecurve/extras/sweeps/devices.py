@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 
 import torch
 from filelock import Timeout
@@ -19,20 +19,16 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PAUSE = 0.2  # seconds between two attempts to get a lock
 
 
-@contextmanager
-def reserve_devices(cfg: DictConfig) -> Iterator[None]:
+def reserve_devices(cfg: DictConfig) -> AbstractContextManager[None]:
     """Wait until enough GPUs or cores are free, and let the processes started meanwhile see only those.
 
     With a launcher that runs one job after the other, each job has all devices.
     """
     if HydraConfig.get().launcher._target_.endswith("BasicLauncher"):
-        yield
-    elif cfg.trainer.accelerator == "cpu":
-        with _reserve_cores(device_count(cfg.trainer)):
-            yield
-    else:
-        with _reserve_gpus(cfg.trainer.devices):
-            yield
+        return nullcontext()
+    if cfg.trainer.accelerator == "cpu":
+        return _reserve_cores(device_count(cfg.trainer))
+    return _reserve_gpus(cfg.trainer.devices)
 
 
 @contextmanager
@@ -58,17 +54,15 @@ def _reserve_gpus(devices: int | list[int]) -> Iterator[None]:
     """
     before = os.environ.get(_VISIBLE)
     visible = before.split(",") if before else [str(index) for index in range(torch.accelerator.device_count())]
-    if not isinstance(devices, int):
-        # CUDA_VISIBLE_DEVICES stays as it is, because the listed indices refer to it.
-        with _acquire_locks([f"gpu {visible[index]}" for index in devices], len(devices)):
-            yield
-        return
-    with _acquire_locks([f"gpu {gpu}" for gpu in visible], devices) as locks:
-        os.environ[_VISIBLE] = ",".join(name.split()[1] for name in locks)
+    listed = range(len(visible)) if isinstance(devices, int) else devices
+    count = devices if isinstance(devices, int) else len(devices)
+    with _acquire_locks([f"gpu {visible[index]}" for index in listed], count) as locks:
+        if isinstance(devices, int):  # listed indices refer to CUDA_VISIBLE_DEVICES as it is
+            os.environ[_VISIBLE] = ",".join(name.split()[1] for name in locks)
         try:
             yield
         finally:
-            os.environ.pop(_VISIBLE)
+            os.environ.pop(_VISIBLE, None)
             if before is not None:
                 os.environ[_VISIBLE] = before
 

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from onecurve.config.resolve import resolve_config
 from onecurve.errors import UserError
-from onecurve.extras.jobs import DONE, Job, identity, read_jobs
+from onecurve.extras.jobs import DONE, Job, find_job
 from onecurve.extras.sweeps.devices import reserve_devices
 from onecurve.launch.outcome import fold_frames
 from onecurve.launch.start import launch
@@ -37,8 +37,8 @@ def run_job(cfg: DictConfig) -> float:
     cfg.resume = "auto"  # from the newest checkpoint of an earlier start
     if started_rank() > 0:  # SLURM started several processes for this job
         typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-        jobs = read_jobs(Path(HydraConfig.get().sweep.dir))
-        if any(job.status in DONE and identity(job.overrides) == identity(typed) for _, job in jobs):
+        found = find_job(Path(HydraConfig.get().sweep.dir), typed)
+        if found and found[1].status in DONE:
             return nan
         try:
             launch(cfg)

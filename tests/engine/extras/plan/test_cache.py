@@ -30,12 +30,9 @@ _FIGURES = {"within": _LINK, "between": _LINK, "memory_gb_per_s": 3.0, "sharding
         None,
         [],
         {},
-        _FIGURES | {"within": 1.0},
-        _FIGURES | {"sharding_us": "0"},
         _FIGURES | {"typo": 1.0},
-        _FIGURES | {"memory_gb_per_s": 0.0},
     ],
-    ids=["missing", "list", "empty", "link", "text", "another", "zero"],
+    ids=["missing", "list", "empty", "another"],
 )
 def test_damaged_figures_are_measured_again(figures: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "PROJECT", tmp_path)

@@ -6,13 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onecurve.extras.jobs import Job, seed_rows
+from onecurve.extras.jobs import Job, Sweep
 from onecurve.extras.report.comparison import labels
 from onecurve.extras.report.metric_charts import BUCKETS, downsample, group_names, means, style_value_axis
 from onecurve.extras.report.page import new_figure
 from onecurve.extras.report.run_folder import Curve, RunFolder, read_metrics
 from onecurve.extras.report.run_page import duration
-from onecurve.extras.report.sweep_page import Sweep
 from onecurve.records.events import append_event
 from tests.support.run_folders import write_run
 
@@ -132,9 +131,11 @@ def test_sweep_ranks_its_jobs(tmp_path: Path) -> None:
     assert Sweep(tmp_path).ranked == ["1", "4", "0", "3"]
 
 
-def test_mean_over_seeds_of_which_one_diverged() -> None:
-    jobs = [Job([], "finished", "val/loss", result) for result in (0.5, float("nan"), 0.25, 0.75)]
+def test_mean_over_seeds_of_which_one_diverged(tmp_path: Path) -> None:
     overrides = [[f"lr={rate}", f"seed={seed}"] for rate in (0, 1) for seed in (0, 1)]
-    first, second = seed_rows(jobs, overrides, "val/loss")
+    for number, result in enumerate((0.5, float("nan"), 0.25, 0.75)):
+        (tmp_path / str(number)).mkdir()
+        Job(overrides[number], "finished", "val/loss", result).write(tmp_path / str(number))
+    first, second = Sweep(tmp_path).seed_rows()
     assert list(first.values()) == pytest.approx(["lr=0", 2, float("nan"), float("nan")], nan_ok=True)
     assert list(second.values()) == pytest.approx(["lr=1", 2, 0.5, 0.3535534])

@@ -16,8 +16,8 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 
 from hydra_plugins.optuna_sweeper import search_space
 from onecurve.extras.jobs import Job, job_folder
+from onecurve.extras.sweeps.callback import report
 from onecurve.extras.sweeps.devices import _reserve_gpus
-from onecurve.extras.sweeps.table import report
 from onecurve.launch import start as launching
 from onecurve.records.files import named_lock
 
