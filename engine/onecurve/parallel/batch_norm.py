@@ -173,7 +173,8 @@ class GroupedBatchNorm(AnyBatchNorm):
             output = self._forward_in_groups(input, *args, **kwargs)
         # Last: a second pass in torch.utils.checkpoint that ends in `F.batch_norm` moves no statistics.
         if self.training and not torch.compiler.is_compiling():  # it would compile the layer for each number
-            remember(lambda: self._count_pass(input))
+            remember(lambda: self.lengths.append(input[:, 0].numel() // sum(self.groups.sizes)))
+            self.check_passes(self.groups.micro_batches)
         return output
 
     def _forward_in_groups(self, *args: Any, **kwargs: Any) -> Any:
@@ -263,10 +264,6 @@ class GroupedBatchNorm(AnyBatchNorm):
             running.add_(moment * (momentum / micro_batches))
         if micro_batches > 1:
             self.is_first_pass = False
-
-    def _count_pass(self, input: Tensor) -> None:
-        self.lengths.append(input[:, 0].numel() // sum(self.groups.sizes))
-        self.check_passes(self.groups.micro_batches)
 
     def check_passes(self, limit: int) -> None:
         """Raise a UserError if micro-batches had more: the running statistics would depend on their number."""

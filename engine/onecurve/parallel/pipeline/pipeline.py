@@ -219,7 +219,7 @@ class Pipeline(ShardedStateStrategy):
         """Return the loss of micro-batch `number`, a CPU tensor because the schedule splits a tensor of targets."""
         with timed_computation():
             loss = cast(Any, self.lightning_module).loss(outputs[0], self._micro_batches[int(number)])
-        return loss / self._divisor
+        return loss if self._divisor == 1 else loss / self._divisor
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if self.outputs is not None:  # of a virtual rank, whose passes the schedule has computed
