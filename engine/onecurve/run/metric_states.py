@@ -253,7 +253,7 @@ class MetricSync(L.Callback):
 
     torchmetrics gathers the elements of a list one by one, if nothing reduces it, such as the images of a
     `MeanAveragePrecision`. Ranks that have evaluated different numbers of them would wait for each other, or take one
-    state for another; so all states are gathered at once.
+    state for another; so all states are gathered at once, through CPU memory.
 
     A metric that has a `process_group` or `dist_sync_fn` of its own keeps it. So do those of virtual ranks, which
     `VirtualMetrics` reduces. Metrics may be made by hooks, so they are looked for at the end of an epoch, too.
