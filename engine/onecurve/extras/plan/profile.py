@@ -7,11 +7,12 @@ steps on this machine.
 import copy
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -224,10 +225,13 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, weights: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         super().__init__()
-        self.weights = {storage_id(tensor.untyped_storage()) for tensor in weights}
-        self.existing = self.weights | {storage_id(tensor.untyped_storage()) for tensor in others}
+        # The numbers of the tensors that exist, by the id of their storage: another one may get it when that is freed.
+        self.numbers = defaultdict[int, int](count().__next__)
+        self.weights = {self._number(tensor) for tensor in weights}
+        for tensor in others:
+            self._number(tensor)
         self.weighted = 0  # bytes of the results of operations on weights
-        self.events: list[tuple[int, int]] = []  # storage and bytes, which are negative when it is freed
+        self.events: list[tuple[int, int]] = []  # number and bytes, which are negative when it is freed
         self.operations: list[Operation] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -237,25 +241,26 @@ class _Recorder(TorchDispatchMode):
             [x for x in tree_leaves(values) if isinstance(x, Tensor)] for values in (result, (args, kwargs))
         )
         for storage in [tensor.untyped_storage() for tensor in results]:
-            if storage_id(storage) not in self.existing:
-                self.existing.add(storage_id(storage))
-                self.events.append((storage_id(storage), storage.nbytes()))
+            if storage_id(storage) not in self.numbers:
+                self.events.append((self.numbers[storage_id(storage)], storage.nbytes()))
                 weakref.finalize(storage, self._free, storage_id(storage), storage.nbytes())
         if not func.is_view:
-            packet, count = func.overloadpacket, flop_registry.get(func.overloadpacket)
-            flops = count(*args, **kwargs, out_val=result) if count else 0
+            packet, flop_count = func.overloadpacket, flop_registry.get(func.overloadpacket)
+            flops = flop_count(*args, **kwargs, out_val=result) if flop_count else 0
             nbytes = sum(tensor.nbytes for tensor in [*read, *results])
-            if any(storage_id(tensor.untyped_storage()) in self.weights for tensor in read):
+            if any(self.numbers.get(storage_id(tensor.untyped_storage())) in self.weights for tensor in read):
                 if is_conversion(packet):  # a weight in the type of autocast
-                    self.weights |= {storage_id(tensor.untyped_storage()) for tensor in results}
+                    self.weights |= {self._number(tensor) for tensor in results}
                 else:
                     self.weighted += sum(tensor.nbytes for tensor in results)
             self.operations.append(Operation(flops, nbytes, "convolution" in packet.__name__))
         return result
 
+    def _number(self, tensor: Tensor) -> int:
+        return self.numbers[storage_id(tensor.untyped_storage())]
+
     def _free(self, storage: int, nbytes: int) -> None:
-        self.existing.discard(storage)
-        self.events.append((storage, -nbytes))
+        self.events.append((self.numbers.pop(storage), -nbytes))
 
     @contextmanager
     def watch(self, part: Part, kind: str) -> Iterator[Callable[[Any], None]]:
@@ -264,8 +269,8 @@ class _Recorder(TorchDispatchMode):
         self.weighted = 0
         self.operations = part.forward if kind == "F" else part.backward
         excluded: set[int] = set()
-        yield lambda found: excluded.update(storage_id(x.untyped_storage()) for x in found if x is not None)
-        sizes = [nbytes for storage, nbytes in self.events if storage not in excluded]
+        yield lambda found: excluded.update(self._number(x) for x in found if x is not None)
+        sizes = [nbytes for number, nbytes in self.events if number not in excluded]
         peak = max(accumulate(sizes), default=0)
         if kind == "F":
             part.kept, part.forward_peak, part.between = sum(sizes), peak, self.weighted
