@@ -2,13 +2,13 @@
 
 import copy
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from onecurve.network.module_state import with_own_hook
 from onecurve.network.tensors import to_local
 
 
@@ -25,9 +25,7 @@ class BegunEpoch(L.Callback):
         self._saved: _Trained | None = None
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        callbacks: list[L.Callback] = cast(Any, trainer).callbacks
-        own = [one for one in callbacks if not type(one).__module__.startswith(("onecurve.", "lightning."))]
-        has_hook = any(is_overridden("on_train_epoch_start", one) for one in (pl_module, *own))
+        has_hook = bool(with_own_hook(trainer, "on_train_epoch_start"))
         self._is_begun = trainer.training and has_hook and bool(checkpoint.get("has_begun_epoch"))
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

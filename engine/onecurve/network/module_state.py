@@ -1,4 +1,4 @@
-"""Attributes of modules; computing in another mode, and without logs."""
+"""Attributes and hooks of modules; computing in another mode, and without logs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import lightning as L
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
@@ -34,6 +35,12 @@ def attributes(module: nn.Module) -> dict[str, Any]:
     """Return the numbers and tensors that are attributes of the user's modules, by name."""
     found = all_attributes(module)
     return {name: value for name, value in found.items() if isinstance(value, int | float | Tensor)}
+
+
+def with_own_hook(trainer: Any, hook: str) -> list[Any]:
+    """Return the module and the callbacks that have a hook of the user's, not of Lightning nor of this library."""
+    own = [one for one in trainer.callbacks if not type(one).__module__.startswith(("onecurve.", "lightning."))]
+    return [one for one in (trainer.lightning_module, *own) if is_overridden(hook, one)]
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import torch.nn.functional as F
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import LBFGS
@@ -26,6 +25,7 @@ from torch.optim import LBFGS
 from onecurve.checks.hidden_state import HiddenStateCheck
 from onecurve.data.batch import StepPart, join
 from onecurve.errors import UserError
+from onecurve.network.module_state import with_own_hook
 from onecurve.observe.step_times import timed_computation
 from onecurve.observe.steps import is_log_point
 from onecurve.parallel.batch_norm import grouped_norms
@@ -112,8 +112,7 @@ class StepInParts(Optimization):
 
 def _gradients_for_hooks(trainer: Any) -> dict[nn.Parameter, Tensor | None]:
     """Return copies of the gradients of the last step, which `on_before_zero_grad` sees, if a hook of the user may."""
-    own = [one for one in trainer.callbacks if not type(one).__module__.startswith(("onecurve.", "lightning."))]
-    if not any(is_overridden("on_before_zero_grad", one) for one in (trainer.lightning_module, *own)):
+    if not with_own_hook(trainer, "on_before_zero_grad"):
         return {}
     weights = trainer.lightning_module.parameters()
     return {weight: None if weight.grad is None else weight.grad.clone() for weight in weights}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from onecurve.errors import UserError
-from onecurve.network.module_state import set_mode, without_log
+from onecurve.network.module_state import set_mode, with_own_hook, without_log
 from onecurve.network.snapshot import unchanged
 from onecurve.parallel.batch_norm import grouped_norms
 from onecurve.parallel.gather import gather_objects
@@ -74,9 +74,8 @@ def check_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> None:
 
 def _warn_of_own_stages(trainer: Any, optimizers: Sequence[Optimizer]) -> None:
     """Warn of what may take a norm over gradients, of which a rank has those of its stages."""
-    own = [one for one in trainer.callbacks if not type(one).__module__.startswith(("onecurve.", "lightning."))]
     module = trainer.lightning_module
-    found: list[Any] = [(one, hook) for one in (module, *own) for hook in _GRADIENT_HOOKS if is_overridden(hook, one)]
+    found = [(one, hook) for hook in _GRADIENT_HOOKS for one in with_own_hook(trainer, hook)]
     found += [(module, "optimizer_step")] if is_overridden("optimizer_step", module) else []
     found += [(one, "step") for one in optimizers if not type(one).__module__.startswith(_ELEMENTWISE)]
     for one, function in found:
