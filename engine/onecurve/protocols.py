@@ -85,8 +85,8 @@ class Dataset(Protocol):
     indices: Any
     dataset: Any
 
-    def batches(self, positions: Tensor) -> Iterator[Batch]:
-        """Yield the batch of each row of (batches, n) positions, where -1 is padding; needs `move_to` too."""
+    def batches(self, indices: Tensor) -> Iterator[Batch]:
+        """Yield the batch of each row of (batches, n) indices, where -1 is padding; needs `move_to` too."""
         ...
 
     def move_to(self, device: torch.device) -> bool:

@@ -57,14 +57,14 @@ class StepParts(list[StepPart]):
         return StepParts(part._replace(batch=function(part, *args)) for part in self)
 
 
-def as_part(positions: Tensor, batch: Any, weight: float = 1.0, is_made: bool = False) -> StepPart:
-    """Return a part from (n,) positions in the dataset and their batch, which may have indices of its own.
+def as_part(indices: Tensor, batch: Any, weight: float = 1.0, has_any_size: bool = False) -> StepPart:
+    """Return a part from (n,) indices in the dataset and their batch, which may have indices of its own.
 
-    A batch that `is_made` by the dataset has any number of samples.
+    A batch that the dataset has made `has_any_size`: another number of samples than of indices.
     """
     if isinstance(batch, Batch):
         return StepPart(batch.sample_index, batch, weight)
-    return StepPart(positions, batch, weight, None if is_made else len(positions))
+    return StepPart(indices, batch, weight, None if has_any_size else len(indices))
 
 
 def combine(batch: Any) -> StepParts:

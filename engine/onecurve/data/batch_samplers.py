@@ -2,8 +2,7 @@
 
 Lightning counts its limits in batches of a rank, whose size depends on the number of ranks.
 
-Here a sample has a position in its global batch, a place in the order of its epoch, and an index in the dataset, which
-`rank_loader.py` and datasets call its position there.
+Here a sample has a position in its global batch, a place in the order of its epoch, and an index in the dataset.
 """
 
 from collections.abc import Callable, Iterator, Sequence

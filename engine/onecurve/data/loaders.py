@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from onecurve.data.batch import StepParts, combine
 from onecurve.data.batch_samplers import EvaluationBatches, TrainingBatches, apply_limit
 from onecurve.data.layout import DataParallelInfo, Division, alone
-from onecurve.data.orders import has_given_batches, order_of, sampler_of
-from onecurve.data.rank_loader import RankLoader, check_repeatable, examples, makes_batches, yields_batches
+from onecurve.data.orders import has_batch_sampler, order_of, sampler_of
+from onecurve.data.rank_loader import RankLoader, check_repeatable, disables_batching, examples, fetches_batches
 from onecurve.data.streams import StreamLoader, examine, length_of_stream
 from onecurve.errors import UserError
 from onecurve.patches.lightning_loops import combination_mode
@@ -58,14 +58,15 @@ def loaders_of(plain: L.LightningDataModule, name: str, seed: int) -> Loaders:
         with isolate_rng(include_cuda=False), alone():
             seed_generators(seed)
             returned = getattr(plain, f"{name}_dataloader")()
-    collection, mode = returned, "max_size_cycle" if name == "train" else "sequential"
+    is_training = name == "train"
+    collection, mode = returned, "max_size_cycle" if is_training else "sequential"
     if isinstance(returned, CombinedLoader):
         collection, mode = returned.iterables, combination_mode(returned)
     leaves, structure = tree_flatten([] if collection is None else collection)
-    if (mode == "sequential") == (name == "train"):
+    if (mode == "sequential") == is_training:
         raise UserError(
             f"{method} combines loaders in the mode {mode}: "
-            + ("training takes a batch of each" if name == "train" else "an evaluation takes one after the other")
+            + ("training takes a batch of each" if is_training else "an evaluation takes one after the other")
         )
     for loader in leaves:
         _check_loader(loader, method)
@@ -100,12 +101,12 @@ class TrainingLoaders:
         self.loaders, self.limit = loaders, limit
         self.rank_loaders: list[RankLoader | StreamLoader] = []
         self.sources = [_source(loader, division, seed) for loader in loaders.leaves]
-        size = self.batch_size = self.sources[0].batch_size
-        is_given = self.sources[0].is_given
-        if division.bit_exact and is_given:  # batches of virtual ranks, of any sizes
+        first = self.sources[0]
+        size = self.batch_size = first.batch_size
+        if division.bit_exact and first.has_batch_sampler:  # batches of virtual ranks, of any sizes
             size -= size % division.virtual_ranks
         self.layout = division.layouts(size)[0]
-        self.has_one_size = len(self.sources) == 1 and not is_given
+        self.has_one_size = len(self.sources) == 1 and not first.has_batch_sampler
         for source in self.sources:
             _check(source, loaders.method)
 
@@ -167,7 +168,7 @@ class _Samples:
     """A loader of a map-style dataset. Without a `batch_size` its samples are batches.
 
     Attributes:
-        is_given: whether a `batch_sampler` gives the batches; one by one, each is that of a virtual rank.
+        has_batch_sampler: whether a `batch_sampler` gives the batches; one by one, each is that of a virtual rank.
         per_step: how many batches a step takes.
     """
 
@@ -175,8 +176,8 @@ class _Samples:
 
     def __init__(self, loader: DataLoader[Any], division: Division, seed: int) -> None:
         self.loader, self.division, self.seed = loader, division, seed
-        self.is_given = has_given_batches(loader)
-        if self.is_given:
+        self.has_batch_sampler = has_batch_sampler(loader)
+        if self.has_batch_sampler:
             self.per_step = division.virtual_ranks if division.bit_exact else 1
             sizes = [len(batch) for batch in order_of(loader, seed, 0)]
             self.batch_size, self.samples = sum(sizes[: self.per_step]), sum(sizes)
@@ -189,7 +190,7 @@ class _Samples:
     def of_rank(self, steps: int | None, device: torch.device) -> RankLoader:
         assert steps is not None
         of_epoch = lru_cache(1)(partial(self._batches, steps))
-        if self.is_given and self.division.bit_exact:
+        if self.has_batch_sampler and self.division.bit_exact:
             whole, own = Division(virtual_ranks=1), self.division.own_virtual_ranks
             batches = TrainingBatches(of_epoch, whole, steps, self.per_step, own)
         else:
@@ -212,13 +213,13 @@ class _Samples:
                     "it give as many samples or batches in each, or set a smaller trainer.limit_train_batches"
                 )
             cycles.append(order[:count])
-        return list(chain.from_iterable(cycles)) if self.is_given else torch.cat(cycles)
+        return list(chain.from_iterable(cycles)) if self.has_batch_sampler else torch.cat(cycles)
 
 
 class _Stream:
     """A loader of an IterableDataset. Without a `batch_size` its samples are batches."""
 
-    is_given, per_step = False, 1
+    has_batch_sampler, per_step = False, 1
 
     def __init__(self, loader: DataLoader[Any], division: Division, seed: int) -> None:
         self.loader, self.division, self.seed = loader, division, seed
@@ -237,7 +238,7 @@ class _Stream:
 
     def examples(self, spans: Sequence[tuple[int, int]]) -> list[StepParts]:
         """Return a batch of the samples at the places of each of `spans`."""
-        places = [torch.arange(first, first + 1 if yields_batches(self.loader) else last) for first, last in spans]
+        places = [torch.arange(first, first + 1 if disables_batching(self.loader) else last) for first, last in spans]
         end = max(last for _, last in spans)
         return list(StreamLoader(self.loader, end, partial(_up_to, places), 1, self.seed, evaluates=True))
 
@@ -247,13 +248,13 @@ _Source = _Samples | _Stream
 
 def _check(source: _Source, method: str) -> None:
     """Check that a loader has a batch that divides among the ranks, and that its order is that of any process."""
-    if yields_batches(source.loader) and not source.division.bit_exact:
+    if disables_batching(source.loader) and not source.division.bit_exact:
         raise UserError(
             f"{method} has batch_size=None, and a batch that the dataset makes cannot be divided: set bit_exact=true, "
             "with which it is the batch of a virtual rank, or give batch_size, the samples of an optimizer step"
         )
     if source.steps == 0:
-        if source.is_given and source.per_step > 1:
+        if source.has_batch_sampler and source.per_step > 1:
             raise UserError(
                 f"the batch_sampler of {method} has fewer batches than a step takes, {source.per_step}: with "
                 "bit_exact=true each virtual rank has one; give it more, or set fewer virtual_ranks"
@@ -261,7 +262,7 @@ def _check(source: _Source, method: str) -> None:
         raise UserError(
             f"data.batch_size={source.batch_size} exceeds the {source.samples} samples to train on, of {method}"
         )
-    if not source.is_given:
+    if not source.has_batch_sampler:
         source.division.positions(source.batch_size)
     if not isinstance(source, _Stream):
         check_repeatable(source.loader, source.seed, method)
@@ -313,13 +314,13 @@ class EvaluationLoaders:
     def check(self, takes_batch: bool) -> None:
         """Check that each rank has a sample in each batch, unless padding has a weight of zero; and can be gathered."""
         for loader in self.filled:
-            may_pad = makes_batches(loader.dataset) and (takes_batch or self.name == "predict")
+            may_pad = fetches_batches(loader.dataset) and (takes_batch or self.name == "predict")
             if not may_pad and not isinstance(loader.dataset, IterableDataset):
                 parts = self.division.accumulate if loader.batch_size else None
                 self._batches(loader).check_no_rank_is_empty(self.name, parts)
 
     def _has_samples(self, loader: DataLoader[Any]) -> bool:
-        if has_given_batches(loader):
+        if has_batch_sampler(loader):
             return len(order_of(loader, self.seed, EVALUATION)) > 0
         return isinstance(loader.dataset, IterableDataset) or len(cast(Any, loader.sampler)) > 0
 
@@ -329,7 +330,7 @@ class EvaluationLoaders:
             order, unit = torch.cat(order), max(map(len, order))
         count = apply_limit(self._option, self.limit, len(order), unit)
         # A batch that the dataset has made cannot be joined with another one.
-        size = unit if yields_batches(loader) else unit // self.division.accumulate
+        size = unit if disables_batching(loader) else unit // self.division.accumulate
         return EvaluationBatches(order[:count], size, self.parallel, self.ranks)
 
     def _stream(self, loader: DataLoader[Any]) -> StreamLoader:
@@ -348,4 +349,4 @@ class EvaluationLoaders:
 
     def _unit(self, loader: DataLoader[Any]) -> int:
         """Return the samples of a global batch: as many as ranks, if the dataset makes the batch of each."""
-        return self.parallel.dp_size if yields_batches(loader) else cast(int, loader.batch_size)
+        return self.parallel.dp_size if disables_batching(loader) else cast(int, loader.batch_size)

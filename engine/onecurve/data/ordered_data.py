@@ -215,7 +215,7 @@ class OrderedData(L.LightningDataModule):
 
     @property
     def sample_index(self) -> Tensor:
-        """The samples of the current batch, (n,): their positions in the dataset, on the device of the module."""
+        """The samples of the current batch, (n,): their indices in the dataset, on the device of the module."""
         return self._sample_index.to(self.trainer.lightning_module.device, non_blocking=True)
 
     @property

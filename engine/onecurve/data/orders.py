@@ -25,18 +25,18 @@ _DATASETS = ("data_source", "dataset")  # the names that samplers give theirs, w
 _COMPARED = 16  # epochs; two batches have the same order in one of two
 
 
-def has_given_batches(loader: DataLoader[Any]) -> bool:
+def has_batch_sampler(loader: DataLoader[Any]) -> bool:
     """Return whether a `batch_sampler` of the user's gives the batches of a loader."""
     return loader.batch_size is None and loader.batch_sampler is not None
 
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
     """Return what gives a loader its samples, or its batches."""
-    return loader.batch_sampler if has_given_batches(loader) else loader.sampler
+    return loader.batch_sampler if has_batch_sampler(loader) else loader.sampler
 
 
 def order_of(loader: DataLoader[Any], seed: int, epoch: int) -> Tensor | list[Tensor]:
-    """Return the (n,) positions of an epoch in order, or those of each batch if a `batch_sampler` gives them.
+    """Return the (n,) indices of an epoch in order, or those of each batch if a `batch_sampler` gives them.
 
     Shuffling is the project's own. Other samplers draw from torch's global generator, or one of their own, seeded with
     a hash of (seed, epoch); so a weighted sampler, too, has the same order on any hardware and after a restart.
@@ -44,20 +44,12 @@ def order_of(loader: DataLoader[Any], seed: int, epoch: int) -> Tensor | list[Te
     sampler = sampler_of(loader)
     if _is_shuffling(sampler):
         return permutation(len(sampler.data_source), seed, epoch)[: len(sampler)]
-    return draw(sampler, seed, epoch, loader.dataset, has_given_batches(loader))
+    return draw(_copy(sampler, loader.dataset), seed, epoch, has_batch_sampler(loader))
 
 
 def _is_shuffling(sampler: Any) -> bool:
     """Return whether a sampler is the one of `shuffle=True`."""
     return type(sampler) is RandomSampler and not sampler.replacement and len(sampler) <= len(sampler.data_source)
-
-
-def draw(sampler: Any, seed: int, epoch: int, dataset: Any = None, has_batches: bool = False) -> Tensor | list[Tensor]:
-    """Return the (n,) positions that a sampler yields in an epoch, or those of each batch.
-
-    The global generators, and those of torch that it has as `generator`, are seeded for the epoch.
-    """
-    return _drawn(_copy(sampler, dataset), seed, epoch, has_batches)
 
 
 def is_repeatable(sampler: Any, seed: int, dataset: Any = None, has_batches: bool = False) -> bool:
@@ -68,7 +60,7 @@ def is_repeatable(sampler: Any, seed: int, dataset: Any = None, has_batches: boo
     """
 
     def of_epoch(epoch: int) -> Tensor | list[Tensor]:
-        return draw(sampler, seed, epoch, dataset, has_batches)
+        return draw(_copy(sampler, dataset), seed, epoch, has_batches)
 
     if _is_shuffling(sampler):
         return True
@@ -76,11 +68,15 @@ def is_repeatable(sampler: Any, seed: int, dataset: Any = None, has_batches: boo
     if not are_equal(first, of_epoch(0)):
         return False
     used = _copy(sampler, dataset)
-    changes = not are_equal(*(_drawn(used, seed, 0, has_batches) for _ in range(2)))
+    changes = not are_equal(*(draw(used, seed, 0, has_batches) for _ in range(2)))
     return not changes or any(not are_equal(first, of_epoch(epoch)) for epoch in range(1, _COMPARED))
 
 
-def _drawn(sampler: Any, seed: int, epoch: int, has_batches: bool) -> Any:
+def draw(sampler: Any, seed: int, epoch: int, has_batches: bool = False) -> Tensor | list[Tensor]:
+    """Return the (n,) indices that a sampler yields in an epoch, or those of each batch; its state changes.
+
+    The global generators, and those of torch that it has as `generator`, are seeded for the epoch.
+    """
     samplers = _with_inner(sampler)
     for each in samplers:
         if hasattr(each, "set_epoch"):
@@ -93,16 +89,16 @@ def _drawn(sampler: Any, seed: int, epoch: int, has_batches: bool) -> Any:
                 each.generator.manual_seed(key)
         drawn = list(sampler)
     try:
-        return [_positions(batch) for batch in drawn] if has_batches else _positions(drawn)
+        return [_indices(batch) for batch in drawn] if has_batches else _indices(drawn)
     except TypeError as error:
         raise UserError(
-            f"{type(sampler).__name__} yields what is not the position of a sample ({error}): let it yield integers, "
+            f"{type(sampler).__name__} yields what is not the index of a sample ({error}): let it yield integers, "
             "and take what else a sample needs, such as its size, from the dataset"
         ) from None
 
 
-def _positions(drawn: Any) -> Tensor:
-    return torch.tensor([operator.index(position) for position in drawn], dtype=torch.int64)  # and no numbers like 1.5
+def _indices(drawn: Any) -> Tensor:
+    return torch.tensor([operator.index(index) for index in drawn], dtype=torch.int64)  # and no numbers like 1.5
 
 
 def _copy(sampler: Any, dataset: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 
 from onecurve.data.batch import StepParts, as_part
 from onecurve.data.batch_samplers import EvaluationBatches, TrainingBatches
-from onecurve.data.orders import has_given_batches, is_repeatable, order_of, sampler_of
+from onecurve.data.orders import has_batch_sampler, is_repeatable, order_of, sampler_of
 from onecurve.errors import UserError
 from onecurve.network.object_state import are_equal
 from onecurve.patches.torch import leaves_with_paths, tree_leaves
@@ -39,13 +39,13 @@ class RankLoader:
 
     It is no DataLoader, so that Lightning neither builds it again, as it does for predictions, nor gives it a sampler.
 
-    A dataset may have two methods: `batches` maps (batches, n) positions, of which -1 is padding, to an iterator over
+    A dataset may have two methods: `batches` maps (batches, n) indices, of which -1 is padding, to an iterator over
     `Batch`; and `move_to(device)`, which may move the samples, returns whether these batches are then on the device. If
-    so, the positions of an epoch are sent at once, without a host-device synchronization.
+    so, the indices of an epoch are sent at once, without a host-device synchronization.
 
     Args:
         loader: the user's loader.
-        batches: the positions of the rank's batches; it yields those of an optimizer step at once.
+        batches: the indices of the rank's batches; it yields those of an optimizer step at once.
         is_divided: whether other ranks or micro-batches hold parts of the same global batch.
     """
 
@@ -60,14 +60,14 @@ class RankLoader:
         self.dataset: Any = loader.dataset
         self.batch_size = loader.batch_size  # that of a step, for code that asks the trainer's loader
         self.sampler = self.batch_sampler = batches  # Lightning reads both, and sets the epoch
-        self._makes_batches = yields_batches(loader)
-        is_batched = makes_batches(self.dataset)
-        is_there = is_batched and self.dataset.move_to(device) and not loader.num_workers
-        self._device = device if is_there else None
-        # Parts are weighted by their positions, so a `collate_fn` must not leave samples out.
+        self._disables_batching = disables_batching(loader)
+        fetches = fetches_batches(self.dataset)
+        is_on_device = fetches and self.dataset.move_to(device) and not loader.num_workers
+        self._device = device if is_on_device else None
+        # Parts are weighted by their indices, so a `collate_fn` must not leave samples out.
         axis = sample_axis(loader, order_of(loader, seed, batches.epoch), seed) if is_divided else None
         samples = SeededSamples(self.dataset, collate_function(loader), is_divided, axis)
-        keyed = _KeyedBatches(batches, seed, keep_padding=is_batched)
+        keyed = _KeyedBatches(batches, seed, keep_padding=fetches)
         options = {name: getattr(loader, name) for name in _OPTIONS} | {"pin_memory": device.type == "cuda"}
         self._loader = _fetch(loader, samples, keyed, loader.num_workers, **options)
 
@@ -77,7 +77,7 @@ class RankLoader:
     def __iter__(self) -> Iterator[StepParts]:
         batches, weights = self._batches(), self.sampler.weights()
         while several := list(islice(batches, self.sampler.parts_per_step)):
-            yield StepParts(as_part(*batch, next(weights), self._makes_batches) for batch in several)
+            yield StepParts(as_part(*batch, next(weights), self._disables_batching) for batch in several)
 
     def _batches(self) -> Iterator[tuple[Tensor, Any]]:
         if self._device is None:
@@ -92,7 +92,7 @@ class RankLoader:
 
 
 class _KeyedBatches(Sampler[Tensor]):
-    """Batches of (2, n): positions, and the keys of the samples' random numbers.
+    """Batches of (2, n): indices, and the keys of the samples' random numbers.
 
     A key depends on the place in the epoch, so that a sample that occurs twice gets other random numbers.
     """
@@ -101,8 +101,8 @@ class _KeyedBatches(Sampler[Tensor]):
         self.batches, self.seed, self.keep_padding = batches, seed, keep_padding
 
     def __iter__(self) -> Iterator[Tensor]:
-        for positions, places in zip(self.batches.table(), self.batches.places(), strict=True):
-            batch = torch.stack([positions, hash_ints(self.seed, self.batches.epoch, places)])
+        for indices, places in zip(self.batches.table(), self.batches.places(), strict=True):
+            batch = torch.stack([indices, hash_ints(self.seed, self.batches.epoch, places)])
             yield batch if self.keep_padding else batch[:, batch[0] >= 0]
 
 
@@ -120,10 +120,10 @@ class SampleAxis(NamedTuple):
 
 @dataclass(eq=False)
 class SeededSamples(Dataset[Any]):
-    """Fetches batches: the positions of n samples, (n,), and what `collate` makes of the samples.
+    """Fetches batches: the indices of n samples, (n,), and what `collate` makes of the samples.
 
     The global generators of torch, NumPy and Python are seeded with each sample's key before it is fetched, and with
-    that of the first sample before they are collated. Workers have no state: the key comes with the position.
+    that of the first sample before they are collated. Workers have no state: the key comes with the index.
 
     Args:
         dataset: the samples.
@@ -142,15 +142,15 @@ class SeededSamples(Dataset[Any]):
         return len(self.dataset)
 
     def __getitems__(self, samples: Tensor) -> tuple[Tensor, Any]:
-        """Fetch the samples of (2, n) positions and keys; a dataset that has `batches` does so itself."""
-        positions, keys = samples
-        if makes_batches(self.dataset):
-            return positions, next(iter(self.dataset.batches(positions[None])))
+        """Fetch the samples of (2, n) indices and keys; a dataset that has `batches` does so itself."""
+        indices, keys = samples
+        if fetches_batches(self.dataset):
+            return indices, next(iter(self.dataset.batches(indices[None])))
         with isolate_rng(include_cuda=False) if get_worker_info() is None else nullcontext():
             items = []
-            for position, key in samples.T.tolist():
+            for index, key in samples.T.tolist():
                 seed_generators(key)
-                items.append(self._fetch(position))
+                items.append(self._fetch(index))
             seed_generators(int(keys[0]))
             with refuse_draws("collate_fn", self.is_divided):
                 batch = self.collate(items)
@@ -160,24 +160,24 @@ class SeededSamples(Dataset[Any]):
                     f"collate_fn makes a batch of {made:g} samples from {len(items)}, so the curve would depend on the "
                     "number of processes: leave samples out in the dataset, or set bit_exact=true"
                 )
-            return positions, batch
+            return indices, batch
 
-    def _fetch(self, position: int) -> Any:
+    def _fetch(self, index: int) -> Any:
         try:
-            return self.dataset[position]
+            return self.dataset[index]
         except Exception as error:
             if not isinstance(error, UserError) and hasattr(error, "add_note"):  # Python 3.10 has no notes
                 dataset = self.dataset
                 while isinstance(dataset, Subset):
-                    dataset, position = dataset.dataset, dataset.indices[position]
-                error.add_note(f"This is sample {position} of {type(dataset).__name__}.")
+                    dataset, index = dataset.dataset, dataset.indices[index]
+                error.add_note(f"This is sample {index} of {type(dataset).__name__}.")
             raise
 
 
 def _fetch(
     loader: DataLoader[Any], samples: SeededSamples, batches: Iterable[Tensor], workers: int, **options: Any
 ) -> DataLoader[Any]:
-    """Return a loader of batches of (2, n) positions and keys, whose workers start like those of the user's loader."""
+    """Return a loader of batches of (2, n) indices and keys, whose workers start like those of the user's loader."""
     return DataLoader(
         samples,
         batch_sampler=batches,  # type: ignore[arg-type]
@@ -190,12 +190,12 @@ def _fetch(
 def _probe(
     loader: DataLoader[Any], batches: Iterable[Tensor], seed: int, collate: Callable[[list[Any]], Any] | None = None
 ) -> DataLoader[Any]:
-    """Return a loader of batches of (n,) positions, which are fetched apart from training.
+    """Return a loader of batches of (n,) indices, which are fetched apart from training.
 
     They need a worker, if training has some: this process would open files that workers then share with each other.
     """
     samples = SeededSamples(loader.dataset, collate or collate_function(loader))
-    keyed = [torch.stack([positions, hash_ints(seed, 0, positions)]) for positions in batches]
+    keyed = [torch.stack([indices, hash_ints(seed, 0, indices)]) for indices in batches]
     return _fetch(loader, samples, keyed, min(1, loader.num_workers))
 
 
@@ -225,14 +225,14 @@ def errors_of_workers() -> Iterator[None]:
 def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
     """Refuse a sampler, and warn of a dataset, with random numbers that the keys do not determine."""
     sampler = sampler_of(loader)
-    if not is_repeatable(sampler, seed, loader.dataset, has_given_batches(loader)):
+    if not is_repeatable(sampler, seed, loader.dataset, has_batch_sampler(loader)):
         raise UserError(
             f"{method}: {type(sampler).__name__} has a random generator of its own, so each process would have "
             "another order: let it draw from the global generator of torch, NumPy or Python"
         )
-    if makes_batches(loader.dataset):
+    if fetches_batches(loader.dataset):
         return
-    count = 1 if yields_batches(loader) else min(_PROBED, len(loader.dataset))  # type: ignore[arg-type]
+    count = 1 if disables_batching(loader) else min(_PROBED, len(loader.dataset))  # type: ignore[arg-type]
     (_, first), (_, again) = _probe(loader, [torch.arange(count)] * 2, seed)
     if not are_equal(first, again):
         _log.warning(
@@ -268,10 +268,13 @@ def sample_axis(loader: DataLoader[Any], order: Tensor | list[Tensor], seed: int
     It makes batches of pairs of samples, and of the first of each; a pair of which one is left out shows nothing. The
     pairs are spread over an epoch of the sampler, whose first samples may be alike, as texts sorted by their lengths.
     """
-    if loader.collate_fn is default_collate or yields_batches(loader) or makes_batches(loader.dataset):
+    if loader.collate_fn is default_collate or disables_batching(loader) or fetches_batches(loader.dataset):
         return None
-    is_given = isinstance(order, list)
-    pairs = [batch[:2] for batch in order if len(batch) > 1] if is_given else order[: len(order) // 2 * 2].view(-1, 2)
+    pairs: Tensor | list[Tensor]
+    if isinstance(order, list):
+        pairs = [batch[:2] for batch in order if len(batch) > 1]
+    else:
+        pairs = order[: len(order) // 2 * 2].view(-1, 2)
     if not len(pairs):
         return None
     chosen = torch.linspace(0, len(pairs) - 1, _PROBED_PAIRS, dtype=torch.float64).long().unique().tolist()
@@ -304,7 +307,7 @@ def examples(loader: DataLoader[Any], spans: Sequence[tuple[int, int]], seed: in
         raise TypeError("the samples of a stream have no numbers")
     order, batches = order_of(loader, seed, 0), list[Tensor]()
     for first, last in spans:
-        numbers = torch.arange(first, first + 1 if yields_batches(loader) else last)
+        numbers = torch.arange(first, first + 1 if disables_batching(loader) else last)
         if isinstance(order, Tensor):
             batches.append(order[hash_ints(seed, numbers) % len(order)])
         else:
@@ -312,19 +315,19 @@ def examples(loader: DataLoader[Any], spans: Sequence[tuple[int, int]], seed: in
     return [StepParts([as_part(*batch)]) for batch in _probe(loader, batches, seed)]
 
 
-def makes_batches(dataset: Any) -> bool:
-    """Return whether a dataset makes batches of positions itself (`RankLoader`)."""
+def fetches_batches(dataset: Any) -> bool:
+    """Return whether a dataset makes batches of indices itself (`RankLoader`)."""
     return hasattr(dataset, "batches") and hasattr(dataset, "move_to")
 
 
-def yields_batches(loader: DataLoader[Any]) -> bool:
+def disables_batching(loader: DataLoader[Any]) -> bool:
     """Return whether the dataset of a loader yields batches, because the loader has `batch_size=None`."""
     return loader.batch_size is None and loader.batch_sampler is None
 
 
 def collate_function(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
     """Return what makes a batch of a list of samples, or of the one batch that the dataset has made itself."""
-    return partial(_convert_only, loader.collate_fn) if yields_batches(loader) else loader.collate_fn
+    return partial(_convert_only, loader.collate_fn) if disables_batching(loader) else loader.collate_fn
 
 
 def _convert_only(convert: Callable[[Any], Any], batches: list[Any]) -> Any:

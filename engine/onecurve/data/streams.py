@@ -24,7 +24,7 @@ from onecurve.checkpoint.io import is_plain
 from onecurve.data.batch import StepParts, as_part
 from onecurve.data.batch_samplers import EpochStart
 from onecurve.data.layout import alone
-from onecurve.data.rank_loader import collate_function, errors_of_workers, worker_options, yields_batches
+from onecurve.data.rank_loader import collate_function, disables_batching, errors_of_workers, worker_options
 from onecurve.errors import UserError
 from onecurve.network.object_state import are_equal
 from onecurve.patches.torch import tree_leaves
@@ -81,8 +81,8 @@ class StreamLoader(EpochStart):
         for step, (parts, state) in enumerate(_in_worker(self.loader, self._read), self.start + 1):
             self.states[step] = state
             self.states.pop(step - _KEPT_STATES, None)
-            is_made = yields_batches(self.loader)
-            step_parts = StepParts(as_part(places, batch, self.weight, is_made) for places, batch in parts)
+            has_any_size = disables_batching(self.loader)
+            step_parts = StepParts(as_part(places, batch, self.weight, has_any_size) for places, batch in parts)
             yield from (StepParts([part]) for part in step_parts) if self.evaluates else (step_parts,)
 
     def _read(self) -> Iterator[tuple[list[Any], Any]]:

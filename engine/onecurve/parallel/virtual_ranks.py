@@ -55,9 +55,9 @@ class VirtualRanks:
             sums.keep_gradients()
 
     @contextmanager
-    def one_pass(self, number: int) -> Iterator[None]:
-        """Return a context for the forward and the backward pass of a virtual rank."""
-        sums, place = self.sums[-1], self.own.index(number)  # a pipeline's schedule computes the others, the stages
+    def one_pass(self, place: int) -> Iterator[None]:
+        """Return a context for the forward and the backward pass of the virtual rank `own[place]`."""
+        sums = self.sums[-1]  # a pipeline's schedule computes the others, the stages
         sums.begin_forward()
         yield
         sums.end_forward(place)
@@ -115,7 +115,7 @@ class PassSums:
             setattr(part, name, copies[buffer])
 
     def end_forward(self, place: int) -> None:
-        """Add the buffers of an own virtual rank, by its place among these."""
+        """Add the buffers of the virtual rank `own[place]`."""
         if changed := _shapes(self._places) ^ _shapes(self._buffers()):
             _, name, _ = changed.pop()
             raise UserError(
@@ -136,9 +136,9 @@ class PassSums:
 
     @torch.no_grad()
     def end_backward(self, place: int) -> None:
-        """Add the gradients of an own virtual rank.
+        """Add the gradients of the virtual rank `own[place]`.
 
-        Under FSDP each process computes every n-th of them, and FSDP2 has added the gradients of n processes.
+        If this process computes every n-th of them, FSDP2 has added those of all n processes.
         """
         gradients = []
         for number, weight in enumerate(self.weights):
@@ -148,8 +148,8 @@ class PassSums:
                 gradients.append(weight.grad)
                 self._has_gradient[number] = True
             weight.grad = None
-        together = self.own.step
-        self._gradients.add(gradients, self.own[place] // together * together, together)
+        processes = self.own.step
+        self._gradients.add(gradients, self.own[place] // processes * processes, processes)
 
     def integers(self) -> Tensor:
         """Return (n,) int64: whether each weight has a gradient, and the buffers of virtual rank 0 without a mean."""
@@ -181,8 +181,7 @@ class PassSums:
     def _add(self, of_processes: Sequence[range], group: Any) -> tuple[list[Tensor], list[Tensor]]:
         """Return the sums of the gradients, and the means of the buffers, over all virtual ranks."""
         gradients, means = self._gradients.nodes, self._means.nodes
-        are_gradients_complete = gradients.keys() != means.keys()  # FSDP has added them over the processes
-        if are_gradients_complete:
+        if self.own.step > 1:  # FSDP has added the gradients over the processes
             return gradients[0, self.count], sum_over_ranks(self._means, of_processes, group)
         both = TreeSum()
         both.nodes = {key: [*gradients[key], *means[key]] for key in gradients}

@@ -136,12 +136,8 @@ def replace_parts(
     make_results: Callable[[bool], Results],
     checkpoints: type[CheckpointConnector],
     logging: type[LoggerConnector],
-) -> LoggerConnector:
-    """Replace parts of a trainer, whose constructor makes them; `make_results` is told whether they are of training.
-
-    Returns:
-        the trainer's logger connector.
-    """
+) -> None:
+    """Replace parts of a trainer, whose constructor makes them; `make_results` is told whether they are of training."""
     loop: Any = trainer.fit_loop.epoch_loop
     loop.automatic_optimization.__class__ = optimization
     loop._results = make_results(True)
@@ -149,5 +145,3 @@ def replace_parts(
         evaluation._results = make_results(False)
     trainer._checkpoint_connector.__class__ = checkpoints
     trainer._logger_connector.__class__ = logging
-    connector: Any = trainer._logger_connector
-    return connector

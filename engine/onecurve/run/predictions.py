@@ -12,7 +12,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
-from onecurve.data.rank_loader import makes_batches
+from onecurve.data.rank_loader import fetches_batches
 from onecurve.errors import UserError
 from onecurve.records.files import atomic_write
 
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class PredictedSamples(L.Callback):
-    """Gives each `BasePredictionWriter` the positions of its samples in the dataset, with -1 for padding.
+    """Gives each `BasePredictionWriter` the indices of its samples in the dataset, with -1 for padding.
 
     Lightning reads them of a batch sampler of its own, which the loaders of a `onecurve.Trainer` do not have.
     (loops/prediction_loop.py, `_get_batch_indices`)
@@ -38,7 +38,7 @@ class PredictedSamples(L.Callback):
 class PredictionWriter(L.Callback):
     """Writes what `predict_step` returns for the samples of `predict_dataloader` into the run folder.
 
-    `predictions.pt` is a list with a dictionary for each loader: `sample_index` has the (n,) positions in its dataset,
+    `predictions.pt` is a list with a dictionary for each loader: `sample_index` has the (n,) indices in its dataset,
     in ascending order, and `predictions` the outputs of all batches in one: tensors with a row for each of these
     samples, or lists of such rows if their sizes differ. With `of_images`, a loader of image files whose outputs are
     the (n, classes) class probabilities, it is the table `predictions.csv`: each image's file, most probable class, and
@@ -50,7 +50,7 @@ class PredictionWriter(L.Callback):
         self._batches: dict[int, list[tuple[Tensor, Any]]] = {}  # of each loader
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.of_images and not makes_batches(getattr(trainer.predict_dataloaders, "dataset", None)):
+        if self.of_images and not fetches_batches(getattr(trainer.predict_dataloaders, "dataset", None)):
             raise UserError(
                 "predict=FOLDER takes a loader of image files: set predict=true to predict those of your own"
             )
@@ -93,14 +93,14 @@ def _write_table(file: Path, trainer: L.Trainer, sample_index: Tensor, predictio
 
 
 def _in_order(batches: list[tuple[Tensor, Any]]) -> dict[str, Any]:
-    samples: dict[int, Any] = {}  # by position; the ranks of a pipeline have predicted the same samples
-    for positions, outputs in batches:
-        for number, position in enumerate(positions.tolist()):
-            samples.setdefault(position, _sample(outputs, number, len(positions)))
+    samples: dict[int, Any] = {}  # by index; the ranks of a pipeline have predicted the same samples
+    for indices, outputs in batches:
+        for number, index in enumerate(indices.tolist()):
+            samples.setdefault(index, _sample(outputs, number, len(indices)))
     samples.pop(-1, None)  # padding
-    index = sorted(samples)
-    predictions = _stack([samples[position] for position in index])
-    return {"sample_index": torch.tensor(index, dtype=torch.int64), "predictions": predictions}
+    in_order = sorted(samples)
+    predictions = _stack([samples[index] for index in in_order])
+    return {"sample_index": torch.tensor(in_order, dtype=torch.int64), "predictions": predictions}
 
 
 def _sample(outputs: Any, number: int, count: int) -> Any:

@@ -47,7 +47,8 @@ class StepInParts(Optimization):
     def make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
         data, results = self.trainer.datamodule, results_of(self.trainer.fit_loop.epoch_loop)
         takes_weights = getattr(self.trainer.lightning_module, "takes_batch", False)
-        weight = 1.0 if takes_weights else data.parts[0].weight  # equal for all parts of a rank in a step
+        # Equal for all parts of a rank in a step. `OrderedData` gives it to the samples of a module that takes weights.
+        weight = 1.0 if takes_weights else data.parts[0].weight
         results.rank_weight, results.samples = weight, sum(len(part.samples) for part in data.parts)
         shares_loss = isinstance(optimizer, LBFGS) and data.parallel.dp_size > 1
         if len(data.parts) == 1 and not data.bit_exact and weight == 1 and not shares_loss:
@@ -133,7 +134,10 @@ class _MicroBatchPasses:
 
     @contextmanager
     def one_pass(self, number: int, part: StepPart) -> Iterator[None]:
-        """Compute a micro-batch: each begins with the same generators, and draws the numbers of its samples."""
+        """Compute a micro-batch: each begins with the same generators, and draws the numbers of its samples.
+
+        The last one leaves the generators as a step of one part does.
+        """
         is_last = number == len(self.trainer.datamodule.parts) - 1
         with ExitStack() as stack:
             if not is_last:
@@ -161,9 +165,8 @@ class _VirtualRankPasses:
     @contextmanager
     def one_pass(self, number: int, part: StepPart) -> Iterator[None]:
         """Compute a virtual rank, which draws its own random numbers."""
-        virtual_rank = self.virtual.own[number]
-        self._begin_part(virtual_rank, part)
-        with without_collectives(self.trainer.strategy), self.virtual.one_pass(virtual_rank):
+        self._begin_part(self.virtual.own[number], part)
+        with without_collectives(self.trainer.strategy), self.virtual.one_pass(number):
             yield
 
     def finish(self, rows: Tensor) -> Tensor:

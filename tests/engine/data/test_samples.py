@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Subset
 
 from onecurve.data import rank_loader
-from onecurve.data.rank_loader import SampleAxis, SeededSamples, find_sample_axis, makes_batches
+from onecurve.data.rank_loader import SampleAxis, SeededSamples, fetches_batches, find_sample_axis
 from onecurve.errors import UserError
 from onecurve.random.seeding import seed_generators
 from tests.support.draws import KEY, draws, expected_draws
@@ -120,9 +120,9 @@ def test_only_a_process_without_workers_keeps_its_generators(is_worker: bool, mo
 
 
 def test_a_dataset_may_make_its_batches() -> None:
-    assert makes_batches(Ready())
-    assert not makes_batches(SimpleNamespace(batches=1))
-    assert not makes_batches(SimpleNamespace(move_to=1))
+    assert fetches_batches(Ready())
+    assert not fetches_batches(SimpleNamespace(batches=1))
+    assert not fetches_batches(SimpleNamespace(move_to=1))
     positions, batch = SeededSamples(Ready(), list).__getitems__(torch.tensor([[3, 4], [7, 8]]))
     assert positions.tolist() == [3, 4]
     assert batch == ("batch", [[3, 4]])

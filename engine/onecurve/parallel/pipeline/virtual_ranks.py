@@ -44,12 +44,12 @@ class StageRanks(VirtualRanks):
                 batches = [part.batch for part in parts]
                 outputs = strategy.run_schedule(torch.cat(inputs), batches, self.count, torch.stack(keys))
             sample_random.check()
-        self._outputs = dict(zip(self.own, outputs.chunk(len(self.own)), strict=True))
+        self._outputs = outputs.chunk(len(self.own))
 
     @contextmanager
-    def one_pass(self, number: int) -> Iterator[None]:
-        self.trainer.strategy.outputs = [self._outputs[number]]
-        with super().one_pass(number):  # of the modules outside of the network
+    def one_pass(self, place: int) -> Iterator[None]:
+        self.trainer.strategy.outputs = [self._outputs[place]]
+        with super().one_pass(place):  # of the modules outside of the network
             yield
         self.trainer.strategy.outputs = None
 
