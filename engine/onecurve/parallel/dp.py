@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from onecurve.errors import UserError
 from onecurve.parallel.batch_norm import revert_norm_groups
-from onecurve.random.dropout import dropouts, set_keys
+from onecurve.random.dropout import begin_step, dropouts, set_keys
 
 
 class _Replica(nn.Module):
@@ -25,7 +25,9 @@ class _Replica(nn.Module):
 
     def forward(self, input: Tensor, keys: Tensor | None) -> Tensor:
         if keys is not None:
-            set_keys(dropouts(self), keys)
+            layers = dropouts(self)
+            begin_step(layers)
+            set_keys(layers, keys)
         return type(self.net).forward(self.net, input)  # the instance's `forward` is that of all GPUs
 
 
@@ -67,5 +69,11 @@ class DP(ParallelStrategy):
         net, layers = module.net, dropouts(module.net)
         revert_norm_groups(net)  # DataParallel divides the batch otherwise
         replicas = nn.DataParallel(_Replica(net), self.parallel_devices)
-        # Assigning the module instead would register its parameters a second time.
-        net.forward = lambda image: replicas(image, layers[0].keys if layers and net.training else None)
+
+        def forward(image: Tensor) -> Tensor:
+            draws = bool(layers) and net.training
+            if draws and layers[0].begin_call() > 0:
+                raise UserError("strategy=dp: a step calls `net` again, with the dropout of the first time: use ddp")
+            return replicas(image, layers[0].keys if draws else None)
+
+        net.forward = forward  # assigning the module instead would register its parameters a second time

@@ -6,14 +6,15 @@ two's-complement 32-bit arithmetic. docs/benchmarks/dropout.md has its speed.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from onecurve.network.compilation import constant
-from onecurve.random.hashing import hash_elements
+from onecurve.random.hashing import hash_elements, hash_ints
 
+CALL = 2**32  # by which a call of a layer changes the seed of torch's CPU generator; functions in a step change it by 1
 _ODD_MULTIPLIER = 0x2545F4914F6CDD1D
 # int32 holds the constants 0x9E3779B9 and 0x846CA68B as negative numbers.
 _GOLDEN, _MIX1, _MIX2 = -0x61C88647, 0x7FEB352D, -0x7B935975
@@ -22,23 +23,40 @@ _GOLDEN, _MIX1, _MIX2 = -0x61C88647, 0x7FEB352D, -0x7B935975
 class SampleDropout(nn.Dropout):
     """`nn.Dropout` whose mask is a hash of the samples' keys; without a key for each row it is torch's function.
 
-    Unlike a function in place of `F.dropout`, it can be a part of a compiled network.
+    Unlike a function in place of `F.dropout`, it can be a part of a compiled network, where all its calls in a step
+    have one mask. Otherwise each call has another one.
 
     Attributes:
         keys: (n,) int64, one for each sample of the batch, or None.
         sample_hash: (n,) int32 hash of the keys and the layer.
         salt: hash of the layer's name, so that the layers of a network have different masks.
+        numbers: numbers of the calls in a step, by the seed of torch's CPU generator; None if all are the first.
     """
 
     keys: Tensor | None = None
     sample_hash: Tensor | None = None
     salt: int = 0
+    numbers: dict[int, int] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         hashes = self.sample_hash
         if hashes is None or len(input) != len(hashes) or not (self.training and 0 < self.p < 1):
             return super().forward(input)
+        if number := self.begin_call():
+            assert self.keys is not None
+            hashes = hash_samples(self.keys, self.salt ^ int(hash_ints(number)))
         return input * keep_mask(hashes, input.shape, self.p) / (1 - self.p)
+
+    def begin_call(self) -> int:
+        """Return the number of the call in the step, and leave the generator with another seed.
+
+        torch.utils.checkpoint restores the seed, by which a block that is computed again finds the number of its call.
+        """
+        if torch.compiler.is_compiling() or self.numbers is None:
+            return 0
+        seed = torch.initial_seed()
+        torch.default_generator.manual_seed(seed + CALL)
+        return self.numbers.setdefault(seed, len(self.numbers))
 
 
 class DropPath(SampleDropout):
@@ -87,6 +105,18 @@ def use_sample_dropout(net: nn.Module) -> None:
 def dropouts(net: nn.Module) -> list[SampleDropout]:
     """Return the layers of a network that take keys and have a probability above zero."""
     return [part for part in net.modules() if isinstance(part, SampleDropout) and part.p > 0]
+
+
+def begin_step(layers: Iterable[SampleDropout]) -> None:
+    """Count the calls of the layers from zero. The generator must have been seeded for the step."""
+    for layer in layers:
+        layer.numbers = {}
+
+
+def forget_keys(layers: Iterable[SampleDropout]) -> None:
+    """Let the layers draw as in torch."""
+    for layer in layers:
+        layer.keys = layer.sample_hash = layer.numbers = None
 
 
 def set_keys(layers: Sequence[SampleDropout], keys: Tensor) -> None:

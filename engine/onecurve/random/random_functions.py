@@ -5,7 +5,8 @@ the functions of `_FUNCTIONS` therefore take the masks of `onecurve/random/dropo
 that has a row for each sample. Whatever else draws from torch's generators is refused where ranks or micro-batches hold
 parts of the global batch; on one process it draws as in torch.
 
-A call takes its number from the seed of torch's CPU generator, and leaves the generator with the next seed.
+A call takes its number from the seed of torch's CPU generator, and leaves the generator with the next seed. Dropout
+layers count their own calls by `dropout.CALL`, since a compiled network has them, too, and counts none.
 torch.utils.checkpoint restores it when it computes a block again; and a generator whose state is not that of its seed
 has been used by something else.
 """
@@ -22,7 +23,16 @@ from torch import Tensor
 
 from onecurve.errors import UserError
 from onecurve.patches.torch import attention_weights
-from onecurve.random.dropout import SampleDropout, dropouts, hash_samples, keep_mask, set_keys
+from onecurve.random.dropout import (
+    CALL,
+    SampleDropout,
+    begin_step,
+    dropouts,
+    forget_keys,
+    hash_samples,
+    keep_mask,
+    set_keys,
+)
 from onecurve.random.hashing import hash_ints, normal
 from onecurve.random.seeding import EPOCH_START, drawing_epoch, seed_generators, torch_generator_states
 
@@ -39,6 +49,7 @@ class SampleRandom:
         device: device of the module.
         is_divided: whether ranks or micro-batches hold parts of the global batch.
         calls: number of calls of random functions so far.
+        first_seed: seed of torch's CPU generator before the first call.
         shift: added to the seed of torch's CPU generator, which gives the number of a call: a virtual rank has another
             seed, and its calls keep the numbers that they have without virtual ranks.
     """
@@ -47,6 +58,7 @@ class SampleRandom:
     device = torch.device("cpu")
     is_divided = False
     calls = 0
+    first_seed = 0
     shift = 0
     _device_states: Sequence[bytes] = ()
 
@@ -59,6 +71,7 @@ class SampleRandom:
     def begin(self, make_keys: Callable[[], Tensor], device: torch.device, is_divided: bool, shift: int = 0) -> None:
         """Draw for other samples. The generators must have been seeded."""
         self.make_keys, self.device, self.is_divided, self.shift = make_keys, device, is_divided, shift
+        self.first_seed = torch.initial_seed()
         if is_divided:
             _, *self._device_states = torch_generator_states(device.type)
         vars(self).pop("keys", None)
@@ -66,12 +79,12 @@ class SampleRandom:
     @property
     def call_seed(self) -> int:
         """The number that the next call takes."""
-        return torch.initial_seed() + self.shift
+        return self.first_seed + (torch.initial_seed() - self.first_seed) % CALL + self.shift
 
     def begin_micro_batch(self, keys: Tensor, seed: int) -> None:
         """Draw for the samples of a micro-batch of a pipeline's schedule, with a seed of torch's CPU generator."""
         self.check()
-        self.keys = keys
+        self.keys, self.first_seed = keys, seed
         torch.default_generator.manual_seed(seed)
 
     def end(self) -> None:
@@ -233,6 +246,8 @@ class RandomNumbers(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._dropouts = dropouts(pl_module)
 
+    on_validation_start = on_test_start = on_train_start
+
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Seed what hooks of the start of an epoch draw, which a resumed run calls again."""
         seed_generators(self._seed(EPOCH_START, trainer.current_epoch), pl_module.device.type)
@@ -271,14 +286,16 @@ class RandomNumbers(L.Callback):
 
     def on_train_batch_end(self, *_: Any) -> None:
         sample_random.end()
+        forget_keys(self._dropouts)
 
     def on_validation_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         # The number of a batch depends on the accumulation, the keys do not.
         self._begin(trainer, self._seed(drawing_epoch(trainer), 0))
+        self._set_keys()  # of layers that the module lets draw in an evaluation
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         sample_random.check()
-        sample_random.end()
+        self.on_train_batch_end()
 
     on_test_batch_start = on_validation_batch_start
     on_test_batch_end = on_validation_batch_end
@@ -298,4 +315,5 @@ class RandomNumbers(L.Callback):
         parts = data.division.sharing * data.parallel.num_microbatches
         is_divided = not data.bit_exact and parts > 1
         seed_generators(seed, device.type)
+        begin_step(self._dropouts)
         sample_random.begin(lambda: hash_ints(self.seed, epoch, samples), device, is_divided, shift)

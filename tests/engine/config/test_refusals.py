@@ -383,6 +383,7 @@ ON_RANKS = [
     (f"{PIPELINE} strategy.microbatches=1", "1f1b with 1 micro-batches: .* gpipe takes any number"),
     (f"{PIPELINE} strategy.stages=3", "strategy.stages=3 does not divide the 2 processes"),
     (f"{PIPELINE} strategy.split=[layer9]", "strategy.split: no cut can be before layer9; did you mean layer"),
+    (f"{PIPELINE} strategy.split=[9]", "strategy.split: no cut can be before 9; "),
     (f"{PIPELINE} strategy.split=[layer2,layer3]", "2 stages need 1 cuts"),
     (f"{TWO_BLOCKS} strategy.split=[layer1]", "no cut into 2 stages that leaves"),
     (f"{TWO_BLOCKS} strategy.schedule=interleaved_1f1b", "4 stages, but `model` has 2 blocks with parameters"),

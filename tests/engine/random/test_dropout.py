@@ -1,29 +1,48 @@
 """Dropout by samples has the same masks on any hardware, and its masks are uncorrelated."""
 
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from onecurve.random.dropout import DropPath, SampleDropout, set_keys, use_sample_dropout
+from onecurve.random.dropout import DropPath, SampleDropout, begin_step, set_keys, use_sample_dropout
 from onecurve.random.hashing import hash_ints
+from tests.support.bits import check_equal_bits
+from tests.support.comparison import TOLERANCE, distances
+from tests.support.habits import Vectors
+from tests.support.pool import Pool, RankFailed
+from tests.support.runs import Record, compose, fit, fit_ranks
 
 SAMPLES, ELEMENTS, RATE = 400, 3000, 0.3
+OWN = ["~data", "~module", "~model", "~optimizer", "~scheduler", "callbacks=none", "test=false"]
+OWN += ["trainer.log_every_n_steps=1", "trainer.max_epochs=1", "trainer.precision=64-true"]
+OWN += ["+data._target_=tests.support.habits.VectorData"]
+TWO_VIEWS = [*OWN, f"+module._target_={__name__}.TwoViews"]
 
 
-def masks(layer: SampleDropout, shape: tuple[int, ...], epoch: int = 0) -> Tensor:
+def masks(layer: SampleDropout, shape: tuple[int, ...], epoch: int = 0, calls_before: int = 0) -> Tensor:
     """Return the mask of kept elements, (samples, elements)."""
+    begin_step([layer])
     set_keys([layer], hash_ints(0, epoch, torch.arange(SAMPLES)))
+    for _ in range(calls_before):
+        layer(torch.ones(SAMPLES))
     return layer(torch.ones(SAMPLES, *shape, dtype=torch.float64)).flatten(1) > 0
 
 
 @pytest.mark.parametrize("shape", [(ELEMENTS,), (3, 100, 10), (5, 1, 24, 25)])
 def test_masks_look_like_independent_draws(shape: tuple[int, ...]) -> None:
-    """Masks of different samples, elements, layers and epochs correlate only by chance."""
+    """Masks of different samples, elements, layers, epochs and calls correlate only by chance."""
     net = nn.ModuleDict({"one": nn.Dropout(RATE), "two": nn.Dropout(RATE)})
     use_sample_dropout(net)
     one, two = (part for part in net.values() if isinstance(part, SampleDropout))
     kept = (masks(one, shape).double() - (1 - RATE)) / (RATE * (1 - RATE)) ** 0.5
-    for other in (masks(two, shape), masks(one, shape, epoch=1)):
+    for other in (masks(two, shape), masks(one, shape, epoch=1), masks(one, shape, calls_before=1)):
         other = (other.double() - (1 - RATE)) / (RATE * (1 - RATE)) ** 0.5
         assert abs(float((kept * other).mean())) < 5 / (SAMPLES * ELEMENTS) ** 0.5
     assert abs(float(kept.mean())) < 5 / (SAMPLES * ELEMENTS) ** 0.5
@@ -79,3 +98,85 @@ def test_layers_without_a_row_for_each_sample_behave_as_in_torch() -> None:
     assert net[0].salt != net[2].salt
     set_keys([net[0]], hash_ints(0, 0, torch.arange(4)))
     assert net[0](torch.ones(9, 4, 8)).shape == (9, 4, 8)
+
+
+class Twice(nn.Module):
+    """Calls one dropout layer at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 3)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.drop(self.second(self.drop(self.first(x)).relu()).relu()))
+
+
+class TwoViews(Vectors):
+    """R-Drop (Wu et al., 2021): two passes of a batch with other dropout. The second may be computed again."""
+
+    def __init__(self, recomputes: bool = True) -> None:
+        super().__init__()
+        self.net, self.drop, self.recomputes = Twice(), nn.Dropout(0.5), recomputes  # type: ignore[assignment]
+        self.teacher = Twice().requires_grad_(False)  # type: ignore[assignment]
+
+    def mean(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        one, other = self.net(x), checkpoint(self.net, x, use_reentrant=False) if self.recomputes else self.net(x)
+        apart = (one - other).square().mean()
+        self.log("apart", apart, sync_dist=True)
+        return F.cross_entropy(one, y) + F.cross_entropy(other, y) + apart
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Measure by dropout, too, how sure the network is."""
+        self.drop.train()
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self.net(self.drop(x)), y), sync_dist=True)
+
+    def on_train_end(self) -> None:
+        """Draw as in torch, also for as many rows as a batch has."""
+        assert len({float(self.drop(torch.ones(32, 9)).sum()) for _ in range(9)}) > 2
+
+
+@pytest.fixture(scope="module")
+def two_views(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Record]:
+    """Return a function that trains two views of each batch on one process."""
+    return functools.cache(lambda *words: fit(compose(tmp_path_factory.mktemp("one"), *TWO_VIEWS, *words)))
+
+
+def test_a_layer_that_is_called_again_has_another_mask(two_views: Callable[..., Record]) -> None:
+    assert two_views().metrics["apart"] > 1e-3
+    assert max(distances(two_views(), two_views("+module.recomputes=false"))) < TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "fsdp"])
+def test_calls_have_the_masks_of_one_process(
+    strategy: str, two_views: Callable[..., Record], pool: Pool, folder: Path
+) -> None:
+    devices = 1 if strategy == "auto" else 2
+    words = [*TWO_VIEWS, f"strategy={strategy}", f"trainer.devices={devices}", "trainer.accumulate_grad_batches=2"]
+    for record in fit_ranks(compose(folder, *words), pool):
+        assert max(distances(record, two_views())) < TOLERANCE
+        assert record.metrics["val_loss"] == pytest.approx(two_views().metrics["val_loss"], rel=TOLERANCE)
+
+
+def test_calls_have_the_bits_of_one_process(two_views: Callable[..., Record], pool: Pool, folder: Path) -> None:
+    words = [*TWO_VIEWS, "bit_exact=true", "strategy=ddp", "trainer.devices=2"]
+    check_equal_bits(fit_ranks(compose(folder, *words), pool), two_views("bit_exact=true"))
+
+
+class InTwoStages(Vectors):
+    """Has one call of the dropout layer in each of two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.teacher = Twice(), nn.Identity()  # type: ignore[assignment]
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(outputs, batch[1])
+
+
+def test_a_pipeline_refuses_a_layer_of_two_stages(pool: Pool, folder: Path) -> None:
+    words = [*OWN, f"+module._target_={__name__}.InTwoStages", "strategy=pipeline", "strategy.split=[second]"]
+    words += ["trainer.devices=2"]
+    with pytest.raises(RankFailed, match="two stages call the dropout layer drop"):
+        fit_ranks(compose(folder, *words), pool)

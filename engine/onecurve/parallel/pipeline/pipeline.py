@@ -10,6 +10,7 @@ Qi et al., "Zero bubble pipeline parallelism" (2023).
 """
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -187,6 +188,13 @@ class Pipeline(ShardedStateStrategy):
         stages = [Stage(net, part, stage_inputs(blocks, number)) for number, part in enumerate(blocks)]
         with self.precision_plugin.forward_context(), without_log(module):
             check_stages(net, stages, inputs, lambda outputs: cast(Any, module).loss(outputs, batch), self.schedule)
+        uses = Counter(layer for stage in stages for layer in dropouts(stage))
+        for name, part in net.named_modules():
+            if uses[part] > 1:
+                raise UserError(
+                    f"strategy=pipeline: two stages call the dropout layer {name}, and each would count its own calls: "
+                    "give each place a layer of its own, or use strategy=ddp or fsdp"
+                )
         for number, stage in enumerate(stages):
             stage.calls_before = sum(before.calls for before in stages[:number])
         return blocks, stages
@@ -266,7 +274,7 @@ class Pipeline(ShardedStateStrategy):
         """Train a batch from the inputs of the network; return its (samples, ...) outputs on every rank."""
         if self._losses is not None:
             raise self._called_twice()
-        count, seed = len(batch), sample_random.call_seed
+        count, first_seed, seed = len(batch), sample_random.first_seed, torch.initial_seed()
         # There may be more keys than rows, if the dataset makes batches.
         keys = sample_random.keys if self._draws else None
         parts = split_samples(inputs, count)
@@ -279,6 +287,7 @@ class Pipeline(ShardedStateStrategy):
         )
         if keys is not None:
             sample_random.begin_micro_batch(keys, seed + self._random_calls)
+            sample_random.first_seed = first_seed
         return join_samples(outputs, count)
 
     def run_schedule(self, inputs: Tensor, micro_batches: Sequence[Any], divisor: int, keys: Tensor | None) -> Tensor:

@@ -45,7 +45,7 @@ def _named_cuts(blocks: Sequence[Block], stages: int, split: Sequence[str]) -> l
     """
     names = [block.name for block in blocks]
     cuts = []
-    for wanted in split:
+    for wanted in map(str, split):  # the blocks of an nn.Sequential have numbers
         matches = [index for index, name in enumerate(names) if name == wanted or name.startswith(f"{wanted}.")]
         if not matches or matches[0] == 0:
             raise UserError(f"strategy.split: no cut can be before {wanted}; {suggest(wanted, names[1:])}")
