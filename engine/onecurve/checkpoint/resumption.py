@@ -91,12 +91,13 @@ class ExactResumption(L.Callback):
         data, loop, steps = cast(Any, trainer.datamodule), trainer.fit_loop, self._steps
         epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
         epoch, epoch_steps = epochs.processed, self._epoch_steps
-        if epochs.started > epochs.processed:  # another callback may save before this one has counted
+        is_in_epoch = epochs.started > epochs.processed
+        # Lightning then counts the epoch as processed; in a resumed run it does not increment `ready`.
+        has_stopped_in_epoch = not is_in_epoch and epochs.ready <= epochs.processed and epoch_steps > 0
+        if is_in_epoch:  # another callback may save before this one has counted
             epoch_steps = batches.current.processed
             steps += epoch_steps - self._epoch_steps
-        # The run has stopped within an epoch, which `processed` counts already. In a resumed run Lightning does not
-        # increment `ready`, so it may be less.
-        elif epochs.ready <= epochs.processed and epoch_steps > 0:
+        if has_stopped_in_epoch:
             epoch -= 1
         if data.steps_per_epoch is None:  # `is_last_batch` holds from before the batch to the next epoch
             has_ended = batches.is_last_batch and batches.current.processed == batches.current.ready

@@ -3,7 +3,9 @@
 The batches of training loaders are divided into the parts of a step. In an evaluation each sample belongs to one rank.
 """
 
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 from functools import cached_property, lru_cache, partial
 from itertools import chain, repeat
 from typing import Any, NamedTuple, cast
@@ -152,7 +154,8 @@ class TrainingLoaders:
         """Return a batch of the samples of the first loader for each of `spans`, and of others alike."""
         of_sources = []
         for source in self.sources:
-            scaled = [[-(-number * source.batch_size // self.batch_size) for number in span] for span in spans]
+            scale = Fraction(source.batch_size, self.batch_size)
+            scaled = [(math.ceil(first * scale), math.ceil(last * scale)) for first, last in spans]
             of_sources.append(source.examples([(first, max(last, first + 1)) for first, last in scaled]))
         return [combine(tree_unflatten(several, self.loaders.structure)) for several in zip(*of_sources, strict=True)]
 
@@ -229,9 +232,14 @@ class _Stream:
         self.steps = None if self.samples is None else self.samples // self.batch_size
 
     def of_rank(self, steps: int | None, device: torch.device) -> StreamLoader:
-        division, size = self.division, self.batch_size
         return StreamLoader(
-            *(self.loader, size, division.positions, steps, self.seed, division.is_divided, division.weight(size)),
+            self.loader,
+            self.batch_size,
+            self.division.positions,
+            steps,
+            self.seed,
+            is_divided=self.division.is_divided,
+            weight=self.division.weight(self.batch_size),
             steps_per_pass=self.steps,
             has_exact_state=self.has_exact_state,
         )

@@ -194,18 +194,17 @@ class DDP(DDPStrategy):
         if may_skip or not model.require_backward_grad_sync:
             return
         for weight, is_averaged in self._is_averaged.items():
-            if is_averaged != (weight.grad is None):
-                continue
-            name = next((name for name, one in module.named_parameters() if one is weight), "a weight")
-            if is_averaged:
+            has_gradient = weight.grad is not None
+            if is_averaged and not has_gradient:
                 raise UserError(
-                    f"DDP waits for the gradient of {name}, which the loss does not use: remove or freeze the "
-                    "parameter, or set +strategy.find_unused_parameters=true"
+                    f"DDP waits for the gradient of {_name_of(weight, module)}, which the loss does not use: remove "
+                    "or freeze the parameter, or set +strategy.find_unused_parameters=true"
                 )
-            raise UserError(
-                f"DDP does not average the gradient of {name}, which was frozen when it began: let the parameter "
-                "be trainable from the start"
-            )
+            if has_gradient and not is_averaged:
+                raise UserError(
+                    f"DDP does not average the gradient of {_name_of(weight, module)}, which was frozen when it began: "
+                    "let the parameter be trainable from the start"
+                )
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -250,6 +249,10 @@ class DDP(DDPStrategy):
         if self.averager is not None:
             floats = [value for value in values if isinstance(value, Tensor) and value.ndim]  # no step counts
             average_parameters(cast(Any, iter(floats)), self.averager.process_group)
+
+
+def _name_of(weight: Tensor, module: L.LightningModule) -> str:
+    return next((name for name, one in module.named_parameters() if one is weight), "a weight")
 
 
 def _share_state(optimizer: Any) -> None:
