@@ -102,7 +102,9 @@ class TrainingLoaders:
     def __init__(self, loaders: Loaders, division: Division, seed: int, limit: int | float | None) -> None:
         self.loaders, self.limit = loaders, limit
         self.rank_loaders: list[RankLoader | StreamLoader] = []
-        self.sources = [_source(loader, division, seed) for loader in loaders.leaves]
+        # Each loader has an order of its own: two of the same length would always pair the same samples.
+        seeds = [seed, *(int(hash_ints(seed, 0, number)) for number in range(1, len(loaders.leaves)))]
+        self.sources = [_source(loader, division, own) for loader, own in zip(loaders.leaves, seeds, strict=True)]
         first = self.sources[0]
         size = self.batch_size = first.batch_size
         if division.bit_exact and first.has_batch_sampler:  # batches of virtual ranks, of any sizes

@@ -346,3 +346,26 @@ class Shifted(Sampler[int]):
 
     def __iter__(self) -> Any:
         return iter(range(self.epoch, 60))
+
+
+class Pairs(BoringModel):
+    """Collects the pairs of samples of two loaders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs: list[tuple[int, int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.pairs += zip(*(numbers.tolist() for numbers in batch), strict=True)
+        return super().training_step(torch.ones(2, 32), batch_idx)
+
+
+def test_each_of_two_loaders_has_an_order_of_its_own(folder: Path) -> None:
+    """As in torch: samples of two data sets of one length meet others in each epoch."""
+    numbers: Any = range(40)
+    module, loaders = Pairs(), [DataLoader(numbers, 8, shuffle=True) for _ in range(2)]
+    trainer = onecurve.Trainer(default_root_dir=folder, max_epochs=1, limit_val_batches=0, logger=False)
+    trainer.fit(module, loaders)
+    ones, others = zip(*module.pairs, strict=True)
+    assert sorted(ones) == sorted(others) == list(range(40))
+    assert sum(one == other for one, other in module.pairs) < 10
