@@ -5,7 +5,7 @@ from torch.optim import Optimizer
 
 from onecurve.errors import UserError
 from onecurve.network.norm import order_free_norm
-from onecurve.observe.steps import is_log_point
+from onecurve.observe.steps import is_log_point, trained_steps
 
 
 class GradientNorms(L.Callback):
@@ -23,7 +23,7 @@ class GradientNorms(L.Callback):
             )
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        if not is_log_point(trainer, trainer.global_step + 1):
+        if not is_log_point(trainer, trained_steps(trainer) + 1):
             return
         gradients = [weight.grad for weight in pl_module.parameters() if weight.grad is not None]
         group = (trainer.distributed_sampler_kwargs or {}).get("model_group")

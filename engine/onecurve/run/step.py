@@ -27,7 +27,7 @@ from onecurve.data.batch import StepPart, join
 from onecurve.errors import UserError
 from onecurve.network.module_state import with_own_hook
 from onecurve.observe.step_times import timed_computation
-from onecurve.observe.steps import is_log_point
+from onecurve.observe.steps import is_log_point, trained_steps
 from onecurve.parallel.batch_norm import grouped_norms
 from onecurve.parallel.gather import collectives_replaced
 from onecurve.parallel.virtual_ranks import VirtualRanks
@@ -176,7 +176,7 @@ class _VirtualRankPasses:
         self.metrics.leave()
         table = self.virtual.finish(F.pad(rows, (0, -rows.shape[1] % LOGGED_COLUMNS)))
         # At other steps a GPU's host need not wait.
-        should_check = table.is_cpu or is_log_point(self.trainer, self.trainer.global_step + 1)
+        should_check = table.is_cpu or is_log_point(self.trainer, trained_steps(self.trainer) + 1)
         if should_check and not have_equal_names(table):
             raise UserError(
                 "bit_exact=true: training_step logs other names, or returns None, for some virtual ranks only: let it "

@@ -100,6 +100,14 @@ def test_layers_without_a_row_for_each_sample_behave_as_in_torch() -> None:
     assert net[0](torch.ones(9, 4, 8)).shape == (9, 4, 8)
 
 
+def test_torch_draws_other_numbers_after_a_call() -> None:
+    layer = SampleDropout(RATE)
+    begin_step([layer])
+    set_keys([layer], hash_ints(0, 0, torch.arange(SAMPLES)))
+    before, _, after = torch.rand(9), layer(torch.ones(SAMPLES)), torch.rand(9)
+    assert not torch.equal(before, after)
+
+
 class Twice(nn.Module):
     """Calls one dropout layer at two places."""
 
