@@ -95,6 +95,11 @@ def results_of(loop: Any) -> Any:
     return loop._results
 
 
+def current_results(trainer: Any) -> Any:
+    """Return the values that the loop which runs has logged."""
+    return trainer._results
+
+
 class CheckpointConnector(_CheckpointConnector):
     """Restores the module's weights after `setup` and `configure_model`, and before the strategy wraps the module.
 

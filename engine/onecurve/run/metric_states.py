@@ -16,7 +16,7 @@ from torchmetrics.utilities.data import dim_zero_mean
 
 from onecurve.errors import UserError
 from onecurve.parallel.gather import gather_objects, group_of_samples
-from onecurve.patches.lightning_loops import LoggedMean, results_of
+from onecurve.patches.lightning_loops import LoggedMean, current_results, results_of
 from onecurve.patches.torch import tree_map_only
 from onecurve.patches.torchmetrics import (
     COUNT,
@@ -47,7 +47,6 @@ class VirtualMetrics(L.Callback):
 
     def __init__(self) -> None:
         self.metrics: dict[str, Any] = {}  # by name
-        self.means: dict[str, Any] = {}  # Lightning's, of values logged in evaluation
         self._states: dict[str, dict[int, _State]] = {}  # of each metric, by virtual rank, but of the current one
         self._current, self.is_in_pass = 0, False  # a virtual rank, and whether it is in its pass
 
@@ -73,15 +72,19 @@ class VirtualMetrics(L.Callback):
         """Begin new means; an evaluation outside of a fit has its own metrics, too."""
         if trainer.state.fn != "fit":
             self._begin(trainer, pl_module)
-        for name, result in self.means.items():
+        for name, result in self._means().items():
             self._states.pop(name, None)
             set_states(result, _initial_state(result))
 
     on_test_start = on_validation_start
 
+    def _means(self) -> dict[str, Any]:
+        """Return Lightning's means of values logged in this evaluation; each loop has its own."""
+        values = current_results(self._trainer)
+        return {f"mean.{name}": value for name, value in values.items() if value.is_tensor}
+
     def add_mean(self, name: str, result: Any) -> None:
-        """Manage a mean that Lightning makes of a value logged in evaluation."""
-        self.means[f"mean.{name}"] = result
+        """Let a mean that Lightning makes of a value logged in evaluation be that of all virtual ranks."""
         vars(result)["compute"] = partial(self._compute_mean, f"mean.{name}", result, result.compute)
 
     def enter(self, number: int) -> None:
@@ -95,7 +98,7 @@ class VirtualMetrics(L.Callback):
         self.is_in_pass = False
 
     def _switch(self, number: int) -> None:
-        for name, metric in (self.metrics if self._trainer.training else self.metrics | self.means).items():
+        for name, metric in (self.metrics if self._trainer.training else self.metrics | self._means()).items():
             states = self._states.setdefault(name, {})
             states[self._current] = states_of(metric)
             # Without virtual rank 0 a process has its count, or `compute` would warn.

@@ -259,6 +259,29 @@ def test_a_later_validation_has_all_samples(bit_exact: bool, folder: Path) -> No
     assert [fitted, *validated] == [24.5] * 3
 
 
+def validate_around_a_fit(folder: Path, devices: int) -> list[float]:
+    """Return a value logged by validations before, in and after a fit, and in and after a second fit."""
+    one = trainer(folder, strategy="ddp", devices=devices, bit_exact=True)
+    module, samples = Boring(), DataLoader(RandomDataset(32, 32), batch_size=8)
+
+    def validate() -> float:
+        return one.validate(module, samples, verbose=False)[0]["val_loss"]
+
+    def fit() -> float:
+        one.fit(module, loader(), samples, ckpt_path="last")
+        one.fit_loop.max_epochs = 2
+        return one.callback_metrics["val_loss"].item()
+
+    return [validate(), fit(), validate(), fit(), validate()]
+
+
+def test_each_validation_of_a_trainer_has_the_samples_of_all_processes(pool: Pool, folder: Path) -> None:
+    """The means of a loop stay from one validation to the next, between those of another loop."""
+    values = validate_around_a_fit(folder / "one", 1)
+    assert values[1::2] == values[2::2]
+    assert pool.run(2, validate_around_a_fit, folder / "two", 2) == [values] * 2
+
+
 class MeasuredByHand(Measured):
     """Optimizes manually."""
 
