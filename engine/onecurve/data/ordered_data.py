@@ -320,9 +320,13 @@ class OrderedData(L.LightningDataModule):
             self._take_loaders(name)
 
     def _take_loaders(self, name: str) -> None:
-        """Ask the DataModule for loaders; a resumed run asks for those that this epoch has had."""
-        every = self.trainer.reload_dataloaders_every_n_epochs or 1
-        seed = int(hash_ints(self.run_seed, SETUP, self.trainer.current_epoch // every * every))
+        """Ask the DataModule for loaders; a resumed run asks for those that this epoch has had.
+
+        An evaluation has the same ones after a fit as in a process of its own.
+        """
+        every = self.trainer.reload_dataloaders_every_n_epochs if self.trainer.state.fn == "fit" else 0
+        epoch = self.trainer.current_epoch // every * every if every else 0
+        seed = int(hash_ints(self.run_seed, SETUP, epoch))
         loaders, limit = loaders_of(self.plain, name, seed), self.limits.get(name)
         if name != "train":
             self._evaluation[name] = EvaluationLoaders(name, loaders, self.division, self.run_seed, limit)

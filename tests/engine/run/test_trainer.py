@@ -30,7 +30,7 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
 from omegaconf import OmegaConf
-from torch.utils.data import BatchSampler, DataLoader, random_split
+from torch.utils.data import BatchSampler, DataLoader, Subset, random_split
 from torchmetrics import MeanMetric, MetricTracker
 
 import onecurve
@@ -756,6 +756,39 @@ def test_an_own_checkpoint_callback_leaves_the_last_one(folder: Path) -> None:
     one.strategy.load_checkpoint = lambda path, *a, **k: tested.append(path) or loaded(path, *a, **k)  # type: ignore
     one.test(dataloaders=loader(32), verbose=False)  # as Lightning: without a module, the best checkpoint
     assert Path(tested[0]).name == "best.ckpt"
+
+
+class RandomSubsets(BoringDataModule):
+    """Evaluates samples that it draws whenever a loader is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = dict[str, list[int]]()  # the last ones, by stage
+
+    def _loader(self, name: str) -> DataLoader[Any]:
+        self.drawn[name] = torch.randperm(64)[:16].tolist()
+        return DataLoader(Subset(self.random_full, self.drawn[name]), batch_size=8)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._loader("val")
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return self._loader("test")
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_an_evaluation_draws_the_same_samples_after_a_fit_as_in_another_process(every: int, folder: Path) -> None:
+    one, data = trainer(folder, max_epochs=3, reload_dataloaders_every_n_epochs=every), RandomSubsets()
+    one.fit(Boring(), datamodule=data)
+    fitted = data.drawn["val"]
+    one.validate(datamodule=data, verbose=False)
+    one.test(datamodule=data, verbose=False)
+    assert (data.drawn["val"] == fitted) == (every == 0)
+    other = RandomSubsets()
+    again = trainer(folder)
+    again.validate(Boring(), datamodule=other, verbose=False)
+    again.test(Boring(), datamodule=other, verbose=False)
+    assert other.drawn == data.drawn
 
 
 def test_loaders_that_are_not_given_are_those_of_the_module(folder: Path) -> None:
