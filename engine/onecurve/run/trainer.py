@@ -324,10 +324,10 @@ class Trainer(L.Trainer):
         ckpt_path: str | None,
     ) -> OrderedData:
         """Prepare the module, describe a run without a configuration, and return the data in its order."""
-        given = [one for one in loaders.values() if one is not None]
-        if given and datamodule is not None:
+        given = [one for one in (*loaders.values(), datamodule) if one is not None]
+        plain = next((one for one in given if isinstance(one, L.LightningDataModule)), None)
+        if plain is not None and len(given) > 1:
             raise UserError(f"{stage}() has both loaders and a DataModule: give one of them")
-        plain = next((one for one in given if isinstance(one, L.LightningDataModule)), datamodule)
         if plain is None and given:
             plain = GivenLoaders(loaders)
         if plain is None:

@@ -805,6 +805,8 @@ def test_loaders_that_are_not_given_are_those_of_the_module(folder: Path) -> Non
     assert {"val_loss", "test_loss"} <= one.final_metrics.keys()
     with pytest.raises(UserError, match=r"fit\(\) has both loaders and a DataModule: give one of them"):
         trainer(folder.with_name("both")).fit(Boring(), loader(), datamodule=BoringDataModule())
+    with pytest.raises(UserError, match=r"fit\(\) has both loaders and a DataModule: give one of them"):
+        trainer(folder.with_name("both")).fit(Boring(), BoringDataModule(), loader())
 
 
 def test_evaluations_keep_their_data_apart(folder: Path) -> None:
