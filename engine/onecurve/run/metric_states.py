@@ -179,7 +179,7 @@ class MetricStates(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Convert metrics as the module; torchmetrics ignores its conversion, and forgets another on a new device."""
         if isinstance(trainer.precision_plugin, DoublePrecision):
-            for metric in _metrics(pl_module).values():
+            for metric in metrics_of(trainer, pl_module).values():
                 metric.set_dtype(torch.float64)
 
     on_test_start = on_fit_start
@@ -236,12 +236,13 @@ class MetricStates(L.Callback):
         if not self._saved:
             return
         _fill_trackers(module, self._saved)
-        metrics, virtual = _metrics(module), cast(Any, trainer).virtual_metrics
+        metrics, virtual = metrics_of(trainer, module), cast(Any, trainer).virtual_metrics
         for name in metrics.keys() & self._saved.keys():
             metric = metrics[name]
             Metric.reset(metric)  # the `reset` of a wrapper would reset other metrics
-            # The host need not wait for the device.
-            saved = tree_map_only(Tensor, lambda x: x.to(module.device, non_blocking=True), self._saved.pop(name))
+            # The host need not wait for the device; a callback may leave its metric on the CPU.
+            move = partial(Tensor.to, device=metric.device, non_blocking=True)
+            saved = tree_map_only(Tensor, move, self._saved.pop(name))
             if virtual and name in virtual.metrics:
                 virtual.restore(name, metric, saved)
                 continue
@@ -293,10 +294,12 @@ class MetricSync(L.Callback):
 
 def metrics_of(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Metric]:
     """Return the metrics of the module and of callbacks by name, each of them once."""
-    metrics = _metrics(module)
-    for number, callback in enumerate(cast(Any, trainer).callbacks):
+    metrics, callbacks = _metrics(module), cast(Any, trainer).callbacks
+    keys = [callback.state_key for callback in callbacks]
+    for number, (callback, key) in enumerate(zip(callbacks, keys, strict=True)):
+        path = f"callback {key} {keys[:number].count(key)}"  # also in a run that goes on with other ones around it
         for name, value in vars(callback).items():
-            found = _metrics(value, f"callbacks.{number}.{name}") if isinstance(value, nn.Module) else {}
+            found = _metrics(value, f"{path}.{name}") if isinstance(value, nn.Module) else {}
             known = set(map(id, metrics.values()))
             metrics |= {name: metric for name, metric in found.items() if id(metric) not in known}
     return metrics
@@ -330,7 +333,8 @@ def _metrics_to_save(trainer: L.Trainer, module: L.LightningModule, is_within_ep
         means = {name: item for name, item in results.items() if item.is_tensor and item.meta.on_epoch}
         ended = "on_train_epoch_end"  # what it logged is that of the epoch before
         accumulated = {name: item for name, item in means.items() if item.meta.fx != ended}
-    return accumulated | {name: metric for name, metric in _metrics(module).items() if id(metric) not in reset}
+    metrics = metrics_of(trainer, module)
+    return accumulated | {name: metric for name, metric in metrics.items() if id(metric) not in reset}
 
 
 def _initial_state(metric: Any) -> _State:

@@ -65,6 +65,20 @@ class Measured(BoringModel):
         self.log("val_shared", self.shared)
 
 
+class Seen(L.Callback):
+    """Adds up the samples of an epoch in a metric of its own; two of them stand side by side."""
+
+    def __init__(self, name: str, scale: float) -> None:
+        self.name, self.scale, self.sum = name, scale, SumMetric()
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.sum.update(self.scale * batch[:, 0])
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        module.log(self.name, self.sum.compute(), sync_dist=True)
+        self.sum.reset()
+
+
 class Interrupted(L.Callback):
     """Saves before a step, and ends the run."""
 
@@ -81,7 +95,8 @@ def fit(folder: Path, devices: int, bit_exact: bool, *callbacks: L.Callback) -> 
     samples = torch.randn(71, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     options: dict[str, Any] = {"accelerator": "cpu", "strategy": "ddp", "devices": devices, "precision": "64-true"}
     options |= {"max_epochs": 2, "seed": 0, "bit_exact": bit_exact, "log_every_n_steps": 1, "num_sanity_val_steps": 0}
-    options |= {"enable_progress_bar": False, "enable_model_summary": False, "callbacks": [*callbacks]}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False}
+    options["callbacks"] = [*callbacks, Seen("seen", 1.0), Seen("seen_thrice", 3.0)]
     trainer = onecurve.Trainer(default_root_dir=folder, **options)
     train, val = (DataLoader[Any](part, batch_size=8, shuffle=len(part) == 50) for part in samples.split(50))
     trainer.fit(Measured(), train, val, ckpt_path="last")
