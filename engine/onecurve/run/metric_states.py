@@ -182,7 +182,7 @@ class MetricStates(L.Callback):
             for metric in metrics_of(trainer, pl_module).values():
                 metric.set_dtype(torch.float64)
 
-    on_test_start = on_fit_start
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         metrics = _metrics_to_save(trainer, pl_module, is_within_epoch=checkpoint["position"]["epoch_steps"] > 0)

@@ -117,3 +117,11 @@ def test_a_metric_has_all_samples(bit_exact: bool, pool: Pool, folder: Path) -> 
         interrupt(folder / f"{step}", 1, bit_exact, step)
         pool.run(2, fit, folder / f"{step}", 2, bit_exact)
         check_same_rows(folder / "one", folder / f"{step}")
+
+
+def test_a_validation_of_its_own_has_the_precision_of_the_run(folder: Path) -> None:
+    """A sum of float32 is even above 2**24."""
+    trainer = onecurve.Trainer(default_root_dir=folder, accelerator="cpu", devices=1, seed=0, precision="64-true")
+    samples: Any = torch.full((3, 32), 2.0**24 + 1, dtype=torch.float64)
+    (values,) = trainer.validate(Measured(), DataLoader(samples, batch_size=1), verbose=False)
+    assert values["val_shared"] == 3 * (2.0**24 + 1)
