@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from onecurve.errors import UserError
 from onecurve.observe.steps import is_log_point
-from onecurve.parallel.gather import gather_objects, group_of_samples
+from onecurve.parallel.gather import group_of_samples, names_that_differ
 from onecurve.patches.lightning_loops import NO_SYNC, LoggedMean, LoggerConnector, Results, steps_of_loggers
 from onecurve.patches.torchmetrics import default_states, reductions, set_step_value, step_value
 from onecurve.run.metric_states import VirtualMetrics
@@ -240,7 +240,7 @@ def _check_virtual(virtual: VirtualMetrics, name: str, value: Any, options: dict
     is_reduced = options["sync_dist"] or not is_training  # callbacks and schedules follow values of an evaluation
     if virtual.is_in_pass or not (is_reduced and isinstance(value, Tensor) and dist.is_initialized()):
         return
-    if any(other != value and not math.isnan(other) for other in gather_objects(float(value))):
+    if names_that_differ({name: float(value)}):
         raise UserError(
             f"bit_exact=true: {name} is logged outside of a step of the module, and processes have different values, "
             "from the batches that each has seen: log it in the step, as a metric of torchmetrics, or after all_gather"

@@ -1,13 +1,17 @@
-"""Values that a module logs, where the ranks that share the samples change."""
+"""Values that a module logs, where the ranks that share the samples change, or have different values."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from onecurve.errors import UserError
 from onecurve.run import logged_values
 from onecurve.run.logged_values import LoggedValues
+from onecurve.run.metric_states import VirtualMetrics
+from tests.support.pool import Pool
 
 
 def test_each_stage_of_a_pipeline_logs_with_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,3 +25,25 @@ def test_each_stage_of_a_pipeline_logs_with_its_own_group(monkeypatch: pytest.Mo
         for name in ("a", "b"):
             results.log("test_step", name, torch.tensor(1.0), **options, batch_size=1)
         assert [result.meta.sync.group for result in results.values()] == [group, group]
+
+
+def is_refused(values: list[float]) -> bool:
+    """Return whether a process may not log its value after an evaluation on virtual ranks."""
+    dist.init_process_group("gloo")
+    trainer: Any = SimpleNamespace(virtual_metrics=VirtualMetrics(), precision="32-true", distributed_sampler_kwargs={})
+    options: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": False, "sync_dist_group": None}
+    results = LoggedValues(trainer, training=False)
+    try:
+        results.log("on_validation_epoch_end", "a", torch.tensor(values[dist.get_rank()]), **options, batch_size=1)
+    except UserError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("values", "refused"),
+    [([1.0, 1.0], False), ([1.0, 2.0], True), ([float("nan"), 0.5], True), ([float("nan")] * 2, False)],
+)
+def test_processes_refuse_values_that_differ_together(values: list[float], refused: bool, pool: Pool) -> None:
+    """A process that went on would wait for the others in its next collective."""
+    assert pool.run(2, is_refused, values) == [refused] * 2
