@@ -15,15 +15,15 @@ class FiniteCheck(L.Callback):
     """Stops a run that has diverged.
 
     The loss is checked at every log point, where all ranks stop together: `train/loss` of a module that takes weighted
-    batches, which is the same on every rank, or else what the step returns. All weights are checked before a checkpoint
-    is saved. If ranks hold different weights, one rank may stop alone; the launcher then ends the others.
+    batches and logs it, which is the same on every rank, or else what the step returns. All weights are checked before
+    a checkpoint is saved. If ranks hold different weights, one rank may stop alone; the launcher then ends the others.
     """
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
         if not is_log_point(trainer, trained_steps(trainer)):
             return
-        if getattr(pl_module, "takes_batch", False):
-            loss = float(trainer.callback_metrics.get("train/loss", 0.0))
+        if getattr(pl_module, "takes_batch", False) and "train/loss" in (logged := trainer.callback_metrics):
+            loss = float(logged["train/loss"])
             if not math.isfinite(loss):
                 raise _divergence(trainer, f"train/loss is {loss}")
             return

@@ -30,7 +30,7 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
 from omegaconf import OmegaConf
-from torch.utils.data import BatchSampler, DataLoader, Subset, random_split
+from torch.utils.data import BatchSampler, DataLoader, Subset, TensorDataset, random_split
 from torchmetrics import MeanMetric, MetricTracker
 
 import onecurve
@@ -679,6 +679,26 @@ def test_kinds_of_errors(folder: Path) -> None:
     (folder / "weights.ckpt").write_text("no checkpoint")
     with pytest.raises(onecurve.CheckpointUserError, match="is not a complete checkpoint"):
         trainer(folder.with_name("other")).fit(Boring(), loader(), ckpt_path=folder / "weights.ckpt")
+
+
+class Weighted(onecurve.Module):
+    """Weights its loss, which it does not log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(32, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (self.net(batch.image).sum(1) * batch.weight).sum() * float("nan")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_weighted_loss_that_is_not_logged_stops_a_run_that_has_diverged(folder: Path) -> None:
+    samples = DataLoader(TensorDataset(torch.ones(64, 32), torch.ones(64)), batch_size=8)
+    with pytest.raises(onecurve.DivergedUserError, match="the training loss is not finite at step 1"):
+        trainer(folder).fit(Weighted(), samples)
 
 
 class Interrupted(L.Callback):
