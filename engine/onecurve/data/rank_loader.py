@@ -62,7 +62,7 @@ class RankLoader:
         self.sampler = self.batch_sampler = batches  # Lightning reads both, and sets the epoch
         self._disables_batching = disables_batching(loader)
         fetches = fetches_batches(self.dataset)
-        is_on_device = fetches and self.dataset.move_to(device) and not loader.num_workers
+        is_on_device = fetches and not loader.num_workers and self.dataset.move_to(device)
         self._device = device if is_on_device else None
         # Parts are weighted by their indices, so a `collate_fn` must not leave samples out.
         axis = sample_axis(loader, order_of(loader, seed, batches.epoch), seed) if is_divided else None

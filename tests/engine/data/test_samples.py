@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset
 
 from onecurve.data import rank_loader
-from onecurve.data.rank_loader import SampleAxis, SeededSamples, fetches_batches, find_sample_axis
+from onecurve.data.batch_samplers import EvaluationBatches
+from onecurve.data.layout import DataParallelInfo
+from onecurve.data.rank_loader import RankLoader, SampleAxis, SeededSamples, fetches_batches, find_sample_axis
 from onecurve.errors import UserError
 from onecurve.random.seeding import seed_generators
 from tests.support.draws import KEY, draws, expected_draws
@@ -126,6 +128,25 @@ def test_a_dataset_may_make_its_batches() -> None:
     positions, batch = SeededSamples(Ready(), list).__getitems__(torch.tensor([[3, 4], [7, 8]]))
     assert positions.tolist() == [3, 4]
     assert batch == ("batch", [[3, 4]])
+
+
+class Movable(Squares):
+    """Counts how often its samples are moved to a device."""
+
+    batches, moves = None, 0
+
+    def move_to(self, device: torch.device) -> bool:
+        self.moves += 1
+        return True
+
+
+@pytest.mark.parametrize(("workers", "moves"), [(0, 1), (1, 0)])
+def test_samples_that_workers_fetch_are_not_moved_to_the_device(workers: int, moves: int) -> None:
+    """A forked worker cannot use CUDA."""
+    dataset = Movable()
+    batches = EvaluationBatches(torch.arange(10), 5, DataParallelInfo())
+    RankLoader(DataLoader(dataset, 5, num_workers=workers), batches, 0, torch.device("cpu"))
+    assert dataset.moves == moves
 
 
 @pytest.mark.parametrize("width", [1, 3])
