@@ -211,7 +211,7 @@ def find_checkpoint(trainer: L.Trainer, ckpt_path: str | Path | None) -> str | N
     folder = Path(trainer.default_root_dir)
     if not ckpt_path or (ckpt_path == "last" and not any((folder / CHECKPOINTS).glob("*.ckpt"))):
         return None
-    path = folder if ckpt_path == "last" else Path(ckpt_path)
+    path = folder if ckpt_path == "last" else Path(ckpt_path).expanduser()
     if not path.exists():  # such as a URL
         return str(ckpt_path)
     return str(newest_checkpoint(path) or checkpoint_file(path))

@@ -543,10 +543,12 @@ def test_a_home_folder_is_one_folder(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HOME", str(folder))
     home = Path("~/run")
     trainer(home).fit(Boring(), loader())
-    trainer(home, max_epochs=2).fit(Boring(), loader(), ckpt_path="last")
+    for epochs, path in ((2, "last"), (3, home), (4, "~/run/checkpoints/last.ckpt")):
+        trainer(home, max_epochs=epochs).fit(Boring(), loader(), ckpt_path=path)
     with pytest.raises(UserError, match="holds a run"):
         trainer(home).fit(Boring(), loader())
-    assert [event["event"] for event in read_events(folder / "run")] == ["start", "finished", "resume", "finished"]
+    events = [event["event"] for event in read_events(folder / "run")]
+    assert events == ["start", "finished", *["resume", "finished"] * 3]
 
 
 def test_a_corrupt_checkpoint_does_not_begin_the_run_anew(folder: Path) -> None:
