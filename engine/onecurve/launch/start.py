@@ -170,28 +170,30 @@ def launch_workers(cfg: DictConfig) -> dict[str, float]:
 
 def _next_start(cfg: DictConfig, policy: restarts.DevicePolicy, end: RankFailedError | signals.Stopped) -> DictConfig:
     """Return the configuration of the next start, from the newest checkpoint; raise the error if there is none."""
-    if isinstance(end, signals.Stopped) and end.number != signals.RESIZE:
-        raise end
-    if isinstance(end, RankFailedError) and cfg.launch.max_restarts <= 0:
-        raise end
-    unusable = restarts.unusable_devices(cfg, policy.devices) if cfg.launch.elastic else set()
-    if isinstance(end, RankFailedError):
+    if isinstance(end, signals.Stopped):
+        if end.number != signals.RESIZE:
+            raise end
+        reason = policy.after_probe(restarts.unusable_devices(cfg, policy.devices))
+    else:
+        if cfg.launch.max_restarts <= 0:
+            raise end
+        unusable = restarts.unusable_devices(cfg, policy.devices) if cfg.launch.elastic else set()
         dead_rank = end.dead_rank if cfg.launch.elastic else None
         reason = policy.after_failure(dead_rank, restarts.time_of_last_save(cfg.run_dir), unusable)
         if policy.restarts_left < 0:
             raise end
         print(fold_frames(str(end)), file=sys.stderr)
-    else:
-        reason = policy.after_probe(unusable)
     record_restart(cfg.run_dir, end, reason)
     if reason:
         cfg = _with_devices_of(policy, cfg, reason)
-    elif cfg.launch.elastic and "OutOfMemoryError" in str(end).partition("\n")[0]:
-        starts = [event for event in read_events(cfg.run_dir) if "normalizes" in event]
-        cfg = restarts.with_smaller_micro_batches(cfg, not starts or starts[-1]["normalizes"])
-        print(f"restarting with trainer.accumulate_grad_batches={cfg.trainer.accumulate_grad_batches}", file=sys.stderr)
     else:
-        print(f"restarting; {policy.restarts_left} restarts left after this one", file=sys.stderr)
+        before, change = cfg.trainer.accumulate_grad_batches, ""
+        if cfg.launch.elastic and "OutOfMemoryError" in str(end).partition("\n")[0]:
+            starts = [event for event in read_events(cfg.run_dir) if "normalizes" in event]
+            cfg = restarts.with_smaller_micro_batches(cfg, not starts or starts[-1]["normalizes"])
+        if cfg.trainer.accumulate_grad_batches != before:
+            change = f" with trainer.accumulate_grad_batches={cfg.trainer.accumulate_grad_batches}"
+        print(f"restarting{change}; {policy.restarts_left} restarts left after this one", file=sys.stderr)
     if cfg.fit and (newest := newest_checkpoint(Path(cfg.run_dir))):
         cfg.ckpt_path = str(newest)
     return cfg

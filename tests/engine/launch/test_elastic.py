@@ -10,6 +10,7 @@ import torch
 
 from onecurve.errors import UserError
 from onecurve.launch import start as launching
+from onecurve.launch.outcome import RankFailedError
 from onecurve.launch.restarts import DevicePolicy, unusable_devices, with_devices, with_smaller_micro_batches
 from onecurve.records.events import append_event, read_events
 from tests.support.runs import compose
@@ -145,6 +146,24 @@ def test_smaller_micro_batches(batch: int, world_size: int, normalizes: bool, ex
     assert with_smaller_micro_batches(cfg, normalizes).trainer.accumulate_grad_batches == expected
     cfg.trainer.accumulate_grad_batches = 2
     assert with_smaller_micro_batches(cfg, normalizes).trainer.accumulate_grad_batches == 4
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("bit_exact=false", "restarting with trainer.accumulate_grad_batches=2; 1 restarts left after this one\n"),
+        ("bit_exact=true", "restarting; 1 restarts left after this one\n"),
+    ],
+)
+def test_a_restart_says_what_it_has_changed(
+    option: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["strategy=ddp", "trainer.devices=2", "launch.elastic=true", "launch.max_restarts=2", "virtual_ranks=4"]
+    cfg = compose(folder, *options, option)
+    cfg.runtime.world_size = 2
+    folder.mkdir()
+    launching._next_start(cfg, DevicePolicy([0, 1], cfg), RankFailedError("rank 0 failed: OutOfMemoryError"))
+    assert capsys.readouterr().err.endswith(message)
 
 
 def test_a_start_leaves_out_unusable_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
