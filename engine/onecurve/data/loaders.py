@@ -296,12 +296,12 @@ class EvaluationLoaders:
 
     Attributes:
         leaves: all loaders.
-        filled: those that have samples to evaluate.
+        evaluated: all loaders if one of them has samples to evaluate, so that each keeps its `dataloader_idx`.
     """
 
     def __init__(self, name: str, loaders: Loaders, division: Division, seed: int, limit: int | float | None) -> None:
         self.name, self.leaves, self.division, self.seed, self.limit = name, loaders.leaves, division, seed, limit
-        self.filled = [loader for loader in self.leaves if limit != 0 and self._has_samples(loader)]
+        self.evaluated = self.leaves if limit != 0 and any(map(self._has_samples, self.leaves)) else []
         self._option = f"trainer.limit_{name}_batches"
         parallel = division.parallel
         self.parallel, self.ranks = parallel, [parallel.dp_rank]
@@ -313,7 +313,7 @@ class EvaluationLoaders:
     def of_rank(self, device: torch.device) -> Any:
         """Return the loader of this rank, or a list of several."""
         loaders: list[Any] = []
-        for loader in self.filled:
+        for loader in self.evaluated:
             if isinstance(loader.dataset, IterableDataset):
                 loaders.append(self._stream(loader))
             else:
@@ -323,7 +323,7 @@ class EvaluationLoaders:
 
     def check(self, takes_batch: bool) -> None:
         """Check that each rank has a sample in each batch, unless padding has a weight of zero; and can be gathered."""
-        for loader in self.filled:
+        for loader in self.evaluated:
             may_pad = fetches_batches(loader.dataset) and (takes_batch or self.name == "predict")
             if not may_pad and not isinstance(loader.dataset, IterableDataset):
                 parts = self.division.accumulate if loader.batch_size else None
@@ -337,7 +337,7 @@ class EvaluationLoaders:
     def _batches(self, loader: DataLoader[Any]) -> EvaluationBatches:
         order, unit = order_of(loader, self.seed, EVALUATION), self._unit(loader)
         if not isinstance(order, Tensor):
-            order, unit = torch.cat(order), max(map(len, order))
+            order, unit = torch.cat([torch.arange(0), *order]), max(map(len, order), default=1)
         count = apply_limit(self._option, self.limit, len(order), unit)
         # A batch that the dataset has made cannot be joined with another one.
         size = unit if disables_batching(loader) else unit // self.division.accumulate

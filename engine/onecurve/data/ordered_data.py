@@ -262,7 +262,7 @@ class OrderedData(L.LightningDataModule):
 
     def evaluates(self, name: str) -> bool:
         """Return whether `val` or `test` has samples."""
-        return name in self._evaluation and bool(self._evaluation[name].filled)
+        return name in self._evaluation and bool(self._evaluation[name].evaluated)
 
     @property
     def has_training_data(self) -> bool:

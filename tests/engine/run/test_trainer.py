@@ -1075,6 +1075,40 @@ def test_a_batch_sampler_without_a_batch_leaves_validation_out(folder: Path) -> 
     assert one.validate() == []
 
 
+class OfSeveral(Boring):
+    """Evaluates several loaders."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("mean", batch.mean(), batch_size=len(batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> int:
+        return dataloader_idx
+
+
+def evaluate_several(trainer: L.Trainer) -> tuple[list[dict[str, float]], list[int]]:
+    """Return the values of loaders of which some are empty, and the indices that their batches get."""
+    samples: Any = torch.arange(16.0)[:, None].expand(-1, 32)
+    nothing: Any = []
+    empty = [DataLoader[Any](nothing, 8), DataLoader[Any](samples, batch_sampler=BatchSampler(range(3), 4, True))]
+    loaders = [empty[0], DataLoader(samples, batch_size=8), empty[1], DataLoader(samples + 1, batch_size=8)]
+    values = trainer.validate(OfSeveral(), loaders, verbose=False)
+    predictions: Any = trainer.predict(OfSeveral(), loaders[:2])
+    return [dict(one) for one in values], [index for of_loader in predictions for index in of_loader]
+
+
+def evaluate_several_on_ranks(folder: Path, bit_exact: bool) -> Any:
+    return evaluate_several(trainer(folder, strategy="ddp", devices=2, bit_exact=bit_exact))
+
+
+@pytest.mark.parametrize("bit_exact", [False, True])
+def test_an_empty_loader_counts_as_in_lightning(bit_exact: bool, pool: Pool, folder: Path) -> None:
+    """So a metric has one name whether or not the loaders before it have samples."""
+    plain = evaluate_several(L.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False))
+    assert plain == ([{}, {"mean/dataloader_idx_1": 7.5}, {"mean/dataloader_idx_3": 8.5}], [1, 1])
+    assert evaluate_several(trainer(folder, bit_exact=bit_exact)) == plain
+    assert pool.run(2, evaluate_several_on_ranks, folder, bit_exact) == [plain] * 2
+
+
 def test_the_seed_is_that_of_seed_everything(folder: Path) -> None:
     L.seed_everything(7, verbose=False)
     assert trainer(folder, seed=None).seed == 7
