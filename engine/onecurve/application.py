@@ -15,7 +15,7 @@ from onecurve.config.command_line import complete_overrides, errors_explained
 from onecurve.config.folder import CONF, PROJECT, register_resolvers, remove_if_unused
 from onecurve.errors import UserError
 from onecurve.process.fork_server import start_fork_server
-from onecurve.process.launcher import forget_other_ranks, launcher
+from onecurve.process.started_by import forget_other_ranks, started_by
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own variable: with 1, every error keeps its traceback
 TRACEBACK_WANTED = os.environ.get(_FULL_ERROR) == "1"
@@ -59,7 +59,7 @@ def _run_job(cfg: DictConfig) -> dict[str, float] | float:
         from onecurve.extras.sweeps.job import run_job
 
         return run_job(cfg)
-    if isinstance(cfg.trainer.devices, int) and cfg.trainer.devices > 1 and launcher() is None and not cfg.plan:
+    if isinstance(cfg.trainer.devices, int) and cfg.trainer.devices > 1 and started_by() is None and not cfg.plan:
         start_fork_server()  # which imports while this process does
     from onecurve.launch.outcome import text_for_terminal
     from onecurve.launch.start import launch

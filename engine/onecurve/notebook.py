@@ -17,7 +17,7 @@ from onecurve.config.command_line import complete_overrides, errors_explained
 from onecurve.config.folder import CONF, register_resolvers, remove_if_unused
 from onecurve.errors import UserError
 from onecurve.process import signals
-from onecurve.process.launcher import forget_other_ranks
+from onecurve.process.started_by import forget_other_ranks
 from onecurve.records.files import METRICS
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from onecurve.checkpoint.run_files import CHECKPOINTS
 from onecurve.config.folder import CONF, PROJECT, RECIPES, folder_of, saved_config
 from onecurve.errors import UserError, nearest_options, suggest
 from onecurve.identity.option_kinds import flatten_config
-from onecurve.process.launcher import started_rank
+from onecurve.process.started_by import started_rank
 from onecurve.records.files import CONFIG
 
 # torch warns on macOS, in each process, that it does not redirect output, which nothing here asks for.

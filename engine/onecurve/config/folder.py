@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from onecurve.checkpoint.run_files import CHECKPOINTS, LAST, PREVIOUS
 from onecurve.errors import UserError
-from onecurve.process.launcher import started_rank
+from onecurve.process.started_by import started_rank
 from onecurve.records.files import CONFIG
 
 RECIPES = ("experiment", "preset", "debug")  # the groups of conf/ whose files set options of other groups

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from onecurve.errors import UserError
 from onecurve.network.compilation import device_constant
-from onecurve.process.launcher import OF_A_RANK
+from onecurve.process.started_by import OF_A_RANK
 
 
 @dataclass(frozen=True)

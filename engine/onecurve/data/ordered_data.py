@@ -83,7 +83,10 @@ class OrderedData(L.LightningDataModule):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the DataModule, as callbacks do by `trainer.datamodule`, unless this class has it."""
         is_own = name in vars(self) or hasattr(type(self), name) or name in type(self).__annotations__
-        super().__setattr__(name, value) if is_own or "plain" not in vars(self) else setattr(self.plain, name, value)
+        if is_own or "plain" not in vars(self):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.plain, name, value)
 
     def prepare_data(self) -> None:
         self.plain.trainer = cast(L.Trainer, OneProcess(cast(L.Trainer, self.trainer)))

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from onecurve.checkpoint.format import VERSION
-from onecurve.process.launcher import started_rank
+from onecurve.process.started_by import started_rank
 from onecurve.records.files import atomic_write
 
 JOB_FILE = "job.json"

@@ -40,7 +40,6 @@ from onecurve.launch.outcome import (
 )
 from onecurve.process import signals
 from onecurve.process.fork_server import end_as_interpreter, start_fork_server
-from onecurve.process.launcher import check_tasks_are_started, forget_launcher, launcher, take_environment
 from onecurve.process.rank import (
     REPORT_FILE,
     connect_debugger,
@@ -50,6 +49,7 @@ from onecurve.process.rank import (
     process_group_closed,
     usable_cores,
 )
+from onecurve.process.started_by import check_tasks_are_started, forget_launcher, started_by, take_environment
 from onecurve.records.events import append_event, logged_steps, read_events
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _join_started_ranks(
 ) -> dict[str, float]:
     """Run this process as one of the ranks that torchrun or SLURM started; only rank zero prints a user error."""
     rank = env.global_rank()
-    if launcher() == "torchrun":  # it leaves its ranks behind if it is killed: they save, and end
+    if started_by() == "torchrun":  # it leaves its ranks behind if it is killed: they save, and end
         signals.die_with_parent(os.getppid(), signal.SIGTERM)
     try:
         store = connect_ranks(env)  # it lives as long as the run, because the process group may use its server
@@ -221,7 +221,8 @@ def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
             start = elastic_launch(_torchelastic_config(cfg, processes, reports, method), _run_worker)
             results = start(cfg, {**os.environ}, usable_cores())
         except ChildFailedError as failed:
-            if signals.requested() > signals.RESIZE:  # a signal came before the ranks could save, or a second one came
+            # A signal came before the ranks could save, or a second one came.
+            if signals.requested() not in (0, signals.RESIZE):
                 raise _stopped(cfg) from None
             raise first_failure(failed, cfg.run_dir, Path(reports)) from None
         finally:

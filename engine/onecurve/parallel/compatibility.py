@@ -12,7 +12,7 @@ from onecurve.errors import UserError, check_choice
 from onecurve.parallel.ddp import auto
 from onecurve.parallel.sharded_state import ShardedStateStrategy
 from onecurve.patches.torch import has_accumulation_hook, has_gradient_hook
-from onecurve.process.launcher import launcher
+from onecurve.process.started_by import started_by
 from onecurve.targets import locate
 
 _STRATEGIES = {
@@ -95,7 +95,7 @@ def check_callbacks(trainer: L.Trainer) -> None:
 def check_division(trainer: Any, module: L.LightningModule) -> None:
     """Check that the steps of a `onecurve.Trainer` can be divided into micro-batches, or virtual ranks one by one."""
     accumulate, devices = trainer.accumulate, trainer.num_devices * trainer.num_nodes
-    started = int(os.environ["WORLD_SIZE"]) if launcher() == "torchrun" else devices
+    started = int(os.environ["WORLD_SIZE"]) if started_by() == "torchrun" else devices
     if started != devices:
         raise UserError(
             f"torchrun has started {started} processes, but devices={trainer.num_devices} and num_nodes="

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from onecurve.errors import UserError, in_python
 from onecurve.patches.torch import set_timeout_of_all_groups
-from onecurve.process.launcher import launcher
 from onecurve.process.signals import Stopped, drop_lost_readers
+from onecurve.process.started_by import started_by
 
 if TYPE_CHECKING:
     import lightning as L
@@ -62,11 +62,11 @@ _SHOWN = ("onecurve.", "src.", "lightning.pytorch.callbacks.model_summary")
 
 def detect_cluster_environment() -> ClusterEnvironment | None:
     """Return the environment of torchrun or SLURM, or None if neither started this process as one of several ranks."""
-    if launcher() is None:
+    if started_by() is None:
         return None
     from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
-    if launcher() == "torchrun":
+    if started_by() == "torchrun":
         return TorchElasticEnvironment()
     if "SLURM_NTASKS_PER_NODE" not in os.environ:  # which Lightning requires
         raise UserError("srun started several tasks: give it --ntasks-per-node in place of --ntasks")
@@ -238,7 +238,7 @@ def cores_per_rank(ranks: int) -> int:
     GPU ranks need them as well, for data that is read or transformed on the host. A rank that SLURM started has cores
     of its own.
     """
-    if "SLURM_CPUS_PER_TASK" in os.environ and launcher() != "torchrun":
+    if "SLURM_CPUS_PER_TASK" in os.environ and started_by() != "torchrun":
         return int(os.environ["SLURM_CPUS_PER_TASK"])
     return len(usable_cores()) // ranks
 

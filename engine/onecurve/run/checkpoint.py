@@ -53,7 +53,7 @@ class LastCheckpoint(Checkpoint):
         for name, interval in {"every_n_epochs": every_n_epochs, "every_n_train_steps": every_n_train_steps}.items():
             if interval is not None and interval < 1:
                 raise UserError(f"callbacks.checkpoint.{name}={interval}: give at least 1, or null")
-        self.best_model_path = str(Path(dirpath) / LAST)
+        self.best_model_path = str(Path(dirpath) / LAST)  # the name that loggers read
         self._epoch_interval, self._step_interval = every_n_epochs, every_n_train_steps
         self._time_interval = train_time_interval
 
@@ -94,24 +94,26 @@ class LastCheckpoint(Checkpoint):
 class LateSaves(L.Callback):
     """Lets what each ModelCheckpoint saves of a step have all that belongs to the step.
 
-    Lightning calls its `on_train_batch_end` before that of the module, which may move a teacher, before a validation,
-    before a ReduceLROnPlateau of each step, and at the last step of an epoch before the hooks of the epoch's end
-    (loops/training_epoch_loop.py, `advance` and `on_advance_end`; loops/fit_loop.py, `on_advance_end`). A run that goes
-    on begins with the next step, and would lack what comes after.
+    A run that goes on from a file begins with the next step. Lightning saves before the module's `on_train_batch_end`,
+    which may move a teacher, before a validation, a ReduceLROnPlateau of each step, and the end of an epoch
+    (loops/training_epoch_loop.py, `advance` and `on_advance_end`; loops/fit_loop.py, `on_advance_end`). Here:
 
-    It calls the module's hook first. It saves at once, as what follows may fail, and once more when all has come: at
-    the end of a validation, or as the next step begins if a ReduceLROnPlateau or the module's `on_validation_end`
-    follows. At the last step of an epoch its hook of the validation waits for the end of the epoch; its
-    `on_train_epoch_end` comes after those of the module and of EarlyStopping.
+    1. At the end of a batch the module's hook comes first. A ModelCheckpoint then saves at once, as what follows may
+       fail; its files are incomplete until the step has ended.
+    2. At the end of a validation it saves what it monitors, and incomplete files once more: now, or at 3 if the module
+       has an `on_validation_end`, or a ReduceLROnPlateau of each step follows. After the last batch of an epoch its
+       hook waits for 4.
+    3. As the next batch begins, files that are still incomplete are saved once more, if something has followed.
+    4. At the end of an epoch, after the hooks of the module and of EarlyStopping, so are they, and what waits comes.
     """
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         configs = trainer.lr_scheduler_configs
         self._has_plateau = any(config.reduce_on_plateau and config.interval == "step" for config in configs)
-        self._is_followed = self._has_plateau or is_overridden("on_validation_end", pl_module)  # a validation
+        self._validation_is_followed = self._has_plateau or is_overridden("on_validation_end", pl_module)
         self._has_validated = False
         self._incomplete: dict[Any, tuple[ModelCheckpoint, Callable[[], None]]] = {}  # files, and what writes them
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: list[Callable[[], None]] = []  # hooks of a validation
         self._replaced: list[tuple[dict[str, Any], str]] = []  # attributes of an object, and the name of a hook
         self._savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
         for saver in self._savers:
@@ -162,7 +164,7 @@ class LateSaves(L.Callback):
             self._waiting.append(partial(hook, trainer, *args))
             return
         self._has_validated = True
-        if self._is_followed:
+        if self._validation_is_followed:
             self._save_now(saver, hook, trainer, *args)
         else:
             hook(trainer, *args)

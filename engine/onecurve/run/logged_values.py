@@ -193,7 +193,7 @@ class LoggedValues(Results):
             return
         group = group_of_samples(self._trainer)
         if group is not self._group:
-            self.clear()  # each stage of a pipeline makes one, and Lightning compares the options of a value
+            self.clear()  # in a pipeline fit, validate and test each make one, and Lightning compares options
             self._group = group
         if isinstance(value, Metric) and options["on_step"] and self.training:
             self._warn_of_share(name, value)
@@ -201,7 +201,8 @@ class LoggedValues(Results):
             _check_virtual(self.virtual, name, value, options, self.training)
         is_reduced = isinstance(value, Tensor) and options["sync_dist"]
         if self.rank_weight != 1 and is_reduced and _reduction(options) == "mean":
-            # Lightning takes the mean over the ranks, which are unequal: in an epoch it shall be that over the samples.
+            # Lightning takes the mean over the ranks, of which this one has w of the mean number of samples, and counts
+            # the value as `batch_size`. So a step logs the mean of w * value, and an epoch adds (w * value) * (n / w).
             size = (options["batch_size"] or self.samples) / self.rank_weight
             value, options = value * self.rank_weight, options | {"batch_size": size}
         if options["sync_dist"] and options["sync_dist_group"] is None:  # a sum counts each sample once

@@ -101,7 +101,7 @@ class VirtualMetrics(L.Callback):
         for name, metric in (self.metrics if self._trainer.training else self.metrics | self._means()).items():
             states = self._states.setdefault(name, {})
             states[self._current] = states_of(metric)
-            # Without virtual rank 0 a process has its count, or `compute` would warn.
+            # A process without virtual rank 0 takes the count of another for it: at zero, `compute` would warn.
             count = max(state[COUNT] for state in states.values()) if number == 0 else 0
             set_states(metric, states.get(number) or _initial_state(metric) | {COUNT: count})
             forget_value(metric)  # that of another virtual rank

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from onecurve.errors import UserError
 from onecurve.launch import external
-from onecurve.process import launcher
+from onecurve.process import started_by
 from onecurve.process.rank import detect_cluster_environment
 from tests.support.commands import slurm_task
 
@@ -46,24 +46,24 @@ def setenv(monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 def test_only_a_launcher_gives_a_rank(variables: dict[str, str], rank: int, is_kept: bool, setenv: Any) -> None:
     setenv(variables)
-    assert launcher.started_rank() == rank
+    assert started_by.started_rank() == rank
     env = detect_cluster_environment()
     assert (env.global_rank() if env else 0) == rank
     assert (env is not None) == is_kept
-    launcher.forget_other_ranks()
-    left = {name for name in variables if name in launcher.os.environ}
+    started_by.forget_other_ranks()
+    left = {name for name in variables if name in started_by.os.environ}
     assert (left == set(variables)) == (is_kept or variables == {})
 
 
 def test_a_script_that_starts_a_rank_without_srun_is_refused(setenv: Any) -> None:
     setenv(TASK)
-    launcher.check_tasks_are_started()
+    started_by.check_tasks_are_started()
     setenv({"TORCHELASTIC_RUN_ID": "x"})
-    launcher.os.environ.pop("SLURM_STEP_ID")
-    launcher.check_tasks_are_started()
-    launcher.os.environ.pop("TORCHELASTIC_RUN_ID")
+    started_by.os.environ.pop("SLURM_STEP_ID")
+    started_by.check_tasks_are_started()
+    started_by.os.environ.pop("TORCHELASTIC_RUN_ID")
     with pytest.raises(UserError, match=r"SLURM_NTASKS=2.*start `srun python train.py ...`"):
-        launcher.check_tasks_are_started()
+        started_by.check_tasks_are_started()
 
 
 def share(*configs: dict[str, Any]) -> dict[int, Any]:

@@ -12,8 +12,8 @@ import lightning as L
 import pytest
 
 from onecurve.process.fork_server import PRELOADED, start_fork_server
-from onecurve.process.launcher import take_environment
 from onecurve.process.rank import usable_cores
+from onecurve.process.started_by import take_environment
 from tests.support.commands import TINY, run_here
 
 IMPORT = """

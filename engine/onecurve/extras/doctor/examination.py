@@ -29,8 +29,8 @@ from onecurve.config.resolve import runs_in_single_process
 from onecurve.errors import UserError
 from onecurve.launch.outcome import RankFailedError
 from onecurve.launch.start import launch
-from onecurve.process.launcher import check_tasks_are_started, launcher
 from onecurve.process.rank import detect_cluster_environment, resolve_devices
+from onecurve.process.started_by import check_tasks_are_started, started_by
 from onecurve.targets import build, locate, target_nodes
 
 _SHOWN = ("Python", "torch", "lightning", "hydra-core", "wandb")
@@ -136,7 +136,7 @@ def check_slurm(cfg: DictConfig) -> str:
         return "not in a SLURM job"
     _, devices = _accelerator_and_count(cfg)
     nodes, tasks = cfg.trainer.num_nodes, int(os.environ.get("SLURM_NTASKS", 1))
-    is_task_a_rank = tasks > 1 and launcher() != "torchrun"  # otherwise it starts all ranks of its host
+    is_task_a_rank = tasks > 1 and started_by() != "torchrun"  # otherwise it starts all ranks of its host
     needed_tasks = devices if is_task_a_rank and not runs_in_single_process(cfg) else 1
     job_nodes = int(os.environ.get("SLURM_NNODES", nodes))
     if job_nodes != nodes or (is_task_a_rank and tasks != nodes * needed_tasks):

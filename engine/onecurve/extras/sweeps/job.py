@@ -23,7 +23,7 @@ from onecurve.extras.sweeps.devices import reserve_devices
 from onecurve.launch.outcome import fold_frames
 from onecurve.launch.start import launch
 from onecurve.process import signals
-from onecurve.process.launcher import started_rank
+from onecurve.process.started_by import started_rank
 from onecurve.records.files import named_lock
 from onecurve.targets import check_options
 

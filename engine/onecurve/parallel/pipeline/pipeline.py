@@ -349,7 +349,7 @@ class Pipeline(ShardedStateStrategy):
         module = cast(Any, self.lightning_module)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         accumulate = module.trainer.datamodule.accumulate
-        # FSDP2 has averaged them; DDP would miss gradients that bypass its hooks.
+        # FSDP2 has averaged them. DDP, which does so in hooks of the weights, is not used: a schedule bypasses these.
         if not (self._is_sharded or self.is_bit_exact):
             average_over(self._replicas.get_group(), [gradient for _, gradient in self._gradients])
         for weight, gradient in self._gradients:

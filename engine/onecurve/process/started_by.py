@@ -12,7 +12,7 @@ _OF_ELASTIC = [*OF_A_RANK, "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_W
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
 
 
-def launcher() -> str | None:
+def started_by() -> str | None:
     """Return `torchrun` or `srun`, if it has started this process as one of several ranks; otherwise None.
 
     Local workers have `torchrun` too: torch's elastic launcher starts them (`onecurve/launch/start.py`).
@@ -24,7 +24,7 @@ def launcher() -> str | None:
 
 def check_tasks_are_started() -> None:
     """Raise a UserError in a job with several tasks whose script starts this process itself, without srun."""
-    if _has_tasks() and launcher() is None:
+    if _has_tasks() and started_by() is None:
         raise UserError(
             f"the job has several tasks (SLURM_NTASKS={os.environ['SLURM_NTASKS']}), but no srun started them: start "
             "`srun python train.py ...`, or ask for one task"
@@ -33,14 +33,14 @@ def check_tasks_are_started() -> None:
 
 def started_rank() -> int:
     """Return the rank that torchrun or srun gave this process; zero if neither started it, whatever its shell sets."""
-    if launcher() == "torchrun":
+    if started_by() == "torchrun":
         return int(os.environ.get("RANK", 0))
-    return int(os.environ.get("SLURM_PROCID", 0)) if launcher() == "srun" else 0
+    return int(os.environ.get("SLURM_PROCID", 0)) if started_by() == "srun" else 0
 
 
 def forget_other_ranks() -> None:
     """Remove the variables of a rank from a process that no launcher has started."""
-    if launcher() is None:
+    if started_by() is None:
         for name in OF_A_RANK:
             os.environ.pop(name, None)
 
