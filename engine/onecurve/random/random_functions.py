@@ -34,7 +34,7 @@ from onecurve.random.dropout import (
     set_keys,
 )
 from onecurve.random.hashing import hash_ints, normal
-from onecurve.random.seeding import EPOCH_START, drawing_epoch, seed_generators, torch_generator_states
+from onecurve.random.seeding import EPOCH_END, EPOCH_START, drawing_epoch, seed_generators, torch_generator_states
 
 _ATTENTION, _MULTI_HEAD_ATTENTION = F.scaled_dot_product_attention, F.multi_head_attention_forward
 _BERNOULLI, _RANDN_LIKE = Tensor.bernoulli_, torch.randn_like
@@ -251,6 +251,10 @@ class RandomNumbers(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Seed what hooks of the start of an epoch draw, which a resumed run calls again."""
         seed_generators(self._seed(EPOCH_START, trainer.current_epoch), pl_module.device.type)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Seed what hooks of the end of an epoch draw: validation has left the generators as in any other epoch."""
+        seed_generators(self._seed(EPOCH_END, trainer.current_epoch), pl_module.device.type)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

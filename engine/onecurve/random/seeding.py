@@ -10,7 +10,7 @@ import torch
 
 from onecurve.errors import UserError
 
-EVALUATION, SETUP, EPOCH_START = -1, -2, -3  # in place of an epoch
+EVALUATION, SETUP, EPOCH_START, EPOCH_END = -1, -2, -3, -4  # in place of an epoch
 
 
 def drawing_epoch(trainer: Any) -> int:

@@ -1,0 +1,64 @@
+"""Steps and hooks draw other numbers each time, as in plain Lightning."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import onecurve
+
+BIT_EXACT = {"bit_exact": True, "virtual_ranks": 2}
+
+
+class Drawing(L.LightningModule):
+    """Draws in a hook, or in a step."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.net, self.hook, self.drawn = nn.Linear(4, 1), hook, list[tuple[float, float, float]]()
+
+    def draw(self, hook: str) -> None:
+        if hook == self.hook:
+            self.drawn.append((float(torch.rand(())), np.random.rand(), random.random()))
+
+    def on_train_epoch_start(self) -> None:
+        self.draw("on_train_epoch_start")
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.draw("training_step")
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.draw("validation_step")
+
+    def on_train_epoch_end(self) -> None:
+        self.draw("on_train_epoch_end")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def drawn(folder: Path, hook: str, **options: Any) -> list[tuple[float, float, float]]:
+    """Return what a hook draws from torch, NumPy and Python in a run of three epochs."""
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = onecurve.Trainer(
+        accelerator="cpu", devices=1, max_epochs=3, num_sanity_val_steps=0, default_root_dir=folder, **quiet, **options
+    )
+    module, samples = Drawing(hook), TensorDataset(torch.randn(16, 4))
+    evaluated = [DataLoader(samples, 4), DataLoader(samples, 8)]
+    trainer.fit(module, DataLoader(samples, 4, shuffle=True), evaluated)
+    return module.drawn
+
+
+@pytest.mark.parametrize("options", [{}, BIT_EXACT], ids=["together", "one by one"])
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "training_step", "on_train_epoch_end"])
+def test_each_call_draws_other_numbers(hook: str, options: dict[str, Any], folder: Path) -> None:
+    calls = drawn(folder, hook, **options)
+    assert len(calls) >= 3
+    assert all(len(set(numbers)) == len(calls) for numbers in zip(*calls, strict=True))
