@@ -34,7 +34,14 @@ from onecurve.random.dropout import (
     set_keys,
 )
 from onecurve.random.hashing import hash_ints, normal
-from onecurve.random.seeding import EPOCH_END, EPOCH_START, drawing_epoch, seed_generators, torch_generator_states
+from onecurve.random.seeding import (
+    EPOCH_END,
+    EPOCH_START,
+    drawing_epoch,
+    seed_generators,
+    seed_torch,
+    torch_generator_states,
+)
 
 _ATTENTION, _MULTI_HEAD_ATTENTION = F.scaled_dot_product_attention, F.multi_head_attention_forward
 _BERNOULLI, _RANDN_LIKE = Tensor.bernoulli_, torch.randn_like
@@ -292,9 +299,19 @@ class RandomNumbers(L.Callback):
         sample_random.end()
         forget_keys(self._dropouts)
 
-    def on_validation_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         # The number of a batch depends on the accumulation, the keys do not.
-        self._begin(trainer, self._seed(drawing_epoch(trainer), 0))
+        shared = self._seed(drawing_epoch(trainer), 0)
+        self._begin(trainer, shared)
+        if not sample_random.is_divided:  # where torch's other functions may draw, batches are the same on any hardware
+            data: Any = trainer.datamodule
+            own = data.division.own_virtual_ranks if data.bit_exact else (0,)
+            number, place = divmod(batch_idx, len(own))
+            seed = self._seed(drawing_epoch(trainer), dataloader_idx, number, own[place])
+            seed_torch(seed, pl_module.device.type)
+            sample_random.first_seed, sample_random.shift = seed, shared - seed
         self._set_keys()  # of layers that the module lets draw in an evaluation
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:

@@ -19,14 +19,19 @@ def drawing_epoch(trainer: Any) -> int:
 
 
 def seed_generators(key: int, device_type: str = "cpu") -> None:
-    """Seed the global generators of torch, NumPy and Python, with those of this process's devices of a type.
+    """Seed the global generators of torch, NumPy and Python, with those of this process's devices of a type."""
+    seed_torch(key, device_type)
+    random.seed(key)
+    np.random.seed(key % 2**32)
+
+
+def seed_torch(key: int, device_type: str = "cpu") -> None:
+    """Seed the global generators of torch, with those of this process's devices of a type.
 
     torch.manual_seed would also seed, and so use, devices that the process does not use; and it would record a stack
     trace for each of their types, which takes half a millisecond.
     """
     torch.default_generator.manual_seed(key)
-    random.seed(key)
-    np.random.seed(key % 2**32)
     if device_type == "cuda":
         for generator in torch.cuda.default_generators:  # one process may drive several devices
             generator.manual_seed(key)

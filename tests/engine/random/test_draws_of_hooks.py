@@ -46,7 +46,7 @@ class Drawing(L.LightningModule):
 
 def drawn(folder: Path, hook: str, **options: Any) -> list[tuple[float, float, float]]:
     """Return what a hook draws from torch, NumPy and Python in a run of three epochs."""
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     trainer = onecurve.Trainer(
         accelerator="cpu", devices=1, max_epochs=3, num_sanity_val_steps=0, default_root_dir=folder, **quiet, **options
     )
@@ -62,3 +62,12 @@ def test_each_call_draws_other_numbers(hook: str, options: dict[str, Any], folde
     calls = drawn(folder, hook, **options)
     assert len(calls) >= 3
     assert all(len(set(numbers)) == len(calls) for numbers in zip(*calls, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, BIT_EXACT], ids=["together", "one by one"])
+def test_batches_of_an_evaluation_have_other_numbers_of_torch(options: dict[str, Any], folder: Path) -> None:
+    """A diffusion model is evaluated at random steps. The next epoch has the same ones."""
+    of_torch = [numbers[0] for numbers in drawn(folder, "validation_step", **options)]
+    batches = len(of_torch) // 3
+    assert of_torch == of_torch[:batches] * 3
+    assert len(set(of_torch)) == batches >= 6
