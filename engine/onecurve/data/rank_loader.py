@@ -60,7 +60,7 @@ class RankLoader:
         self.dataset: Any = loader.dataset
         self.batch_size = loader.batch_size  # that of a step, for code that asks the trainer's loader
         self.sampler = self.batch_sampler = batches  # Lightning reads both, and sets the epoch
-        self._disables_batching = disables_batching(loader)
+        self._seed, self._disables_batching = seed, disables_batching(loader)
         fetches = fetches_batches(self.dataset)
         is_on_device = fetches and not loader.num_workers and self.dataset.move_to(device)
         self._device = device if is_on_device else None
@@ -69,7 +69,7 @@ class RankLoader:
         samples = SeededSamples(self.dataset, collate_function(loader), is_divided, axis)
         keyed = _KeyedBatches(batches, seed, keep_padding=fetches)
         options = {name: getattr(loader, name) for name in _OPTIONS} | {"pin_memory": device.type == "cuda"}
-        self._loader = _fetch(loader, samples, keyed, loader.num_workers, **options)
+        self._loader = _fetch(loader, samples, keyed, loader.num_workers, seed, **options)
 
     def __len__(self) -> int:
         return len(self.sampler) // self.sampler.parts_per_step
@@ -81,6 +81,7 @@ class RankLoader:
 
     def _batches(self) -> Iterator[tuple[Tensor, Any]]:
         if self._device is None:
+            self._loader.generator.manual_seed(int(hash_ints(self._seed, self.sampler.epoch)))  # as `worker_options`
             with errors_of_workers():
                 yield from self._loader
             return
@@ -175,14 +176,14 @@ class SeededSamples(Dataset[Any]):
 
 
 def _fetch(
-    loader: DataLoader[Any], samples: SeededSamples, batches: Iterable[Tensor], workers: int, **options: Any
+    loader: DataLoader[Any], samples: SeededSamples, batches: Iterable[Tensor], workers: int, seed: int, **options: Any
 ) -> DataLoader[Any]:
     """Return a loader of batches of (2, n) indices and keys, whose workers start like those of the user's loader."""
     return DataLoader(
         samples,
         batch_sampler=batches,  # type: ignore[arg-type]
         collate_fn=tuple,  # which changes nothing: SeededSamples has collated the batch
-        **worker_options(loader, workers),
+        **worker_options(loader, workers, seed),
         **options,
     )
 
@@ -196,18 +197,21 @@ def _probe(
     """
     samples = SeededSamples(loader.dataset, collate or collate_function(loader))
     keyed = [torch.stack([indices, hash_ints(seed, 0, indices)]) for indices in batches]
-    return _fetch(loader, samples, keyed, min(1, loader.num_workers))
+    return _fetch(loader, samples, keyed, min(1, loader.num_workers), seed)
 
 
-def worker_options(loader: DataLoader[Any], workers: int) -> dict[str, Any]:
-    """Return the options of a DataLoader whose workers start like those of the user's loader."""
+def worker_options(loader: DataLoader[Any], workers: int, seed: int, epoch: int = 0) -> dict[str, Any]:
+    """Return the options of a DataLoader whose workers start like those of the user's loader.
+
+    The seeds of the workers, which a dataset may take for generators of its own, are those of the run and the epoch.
+    """
     # A rank is spawned, and so would be its workers: each would import torch again.
     context = loader.multiprocessing_context or ("fork" if workers and sys.platform == "linux" else None)
     return {
         "num_workers": workers,
         "worker_init_fn": partial(_init_worker, loader.worker_init_fn),
         "multiprocessing_context": context,
-        "generator": torch.Generator(),  # a number for workers, which would come from the global generator
+        "generator": torch.Generator().manual_seed(int(hash_ints(seed, epoch))),  # not the global one
     }
 
 

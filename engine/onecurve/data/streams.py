@@ -78,7 +78,8 @@ class StreamLoader(EpochStart):
         return self.steps * (len(list(self.divide(self.batch_size))) if self.evaluates else 1)
 
     def __iter__(self) -> Iterator[StepParts]:
-        for step, (parts, state) in enumerate(_in_worker(self.loader, self._read), self.start + 1):
+        steps = _in_worker(self.loader, self._read, self.seed, self.epoch)
+        for step, (parts, state) in enumerate(steps, self.start + 1):
             self.states[step] = state
             self.states.pop(step - _KEPT_STATES, None)
             has_any_size = disables_batching(self.loader)
@@ -125,11 +126,11 @@ def examine(loader: DataLoader[Any], seed: int) -> tuple[str | None, bool]:
         UserError: if the ranks read different samples.
     """
     probe = partial(_probe, loader.dataset, seed)
-    ((first, state, second),) = _in_worker(loader, probe)
-    ((again, _, second_again),) = _in_worker(loader, probe)
+    ((first, state, second),) = _in_worker(loader, probe, seed)
+    ((again, _, second_again),) = _in_worker(loader, probe, seed)
     has_exact_state = False
     if state is not None:
-        ((resumed, *_),) = _in_worker(loader, partial(probe, _PROBED, state))
+        ((resumed, *_),) = _in_worker(loader, partial(probe, _PROBED, state), seed)
         has_exact_state = are_equal(second, resumed) and is_plain(state)
     digests = [_digest([first, second])]
     if dist.is_initialized():
@@ -166,9 +167,11 @@ def _digest(samples: list[Any]) -> str:
     return content.hexdigest()
 
 
-def _in_worker(loader: DataLoader[Any], function: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+def _in_worker(
+    loader: DataLoader[Any], function: Callable[[], Iterator[Any]], seed: int, epoch: int = 0
+) -> Iterator[Any]:
     """Yield what a function yields in a new worker, which leaves the stream of this process as it is."""
-    reader, options = _Reader(loader.dataset, function), worker_options(loader, 1)
+    reader, options = _Reader(loader.dataset, function), worker_options(loader, 1, seed, epoch)
     with errors_of_workers():
         yield from DataLoader(reader, batch_size=None, collate_fn=tuple, pin_memory=loader.pin_memory, **options)
 

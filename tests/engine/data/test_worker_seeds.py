@@ -1,0 +1,64 @@
+"""The seeds of workers, from which a dataset may make generators of its own, are others in each epoch and run."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from onecurve.data.batch_samplers import TrainingBatches
+from onecurve.data.layout import Division
+from onecurve.data.rank_loader import RankLoader
+from onecurve.data.streams import StreamLoader
+
+SAMPLES = 12
+
+
+class Stream(IterableDataset[int]):
+    """Shuffles itself, as the documentation of torch shows it."""
+
+    def __iter__(self) -> Iterator[int]:
+        info: Any = get_worker_info()
+        yield from np.random.default_rng(info.seed).permutation(SAMPLES).tolist()
+
+
+class Noise(Dataset[float]):
+    rng: np.random.Generator
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> float:
+        return self.rng.random()
+
+
+def _make_generator(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.rng = np.random.default_rng(info.seed)
+
+
+def of_stream(seed: int) -> StreamLoader:
+    return StreamLoader(DataLoader(Stream(), SAMPLES), SAMPLES, lambda count: [torch.arange(count)], 1, seed)
+
+
+def of_samples(seed: int) -> RankLoader:
+    loader = DataLoader(Noise(), SAMPLES, num_workers=1, worker_init_fn=_make_generator)
+    batches = TrainingBatches(lambda epoch: torch.arange(SAMPLES)[None], Division(virtual_ranks=1), 1)
+    return RankLoader(loader, batches, seed, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("make", [of_stream, of_samples])
+def test_a_worker_has_another_seed_in_each_epoch_and_run(make: Callable[[int], Any]) -> None:
+    def read(seed: int, epoch: int) -> list[float]:
+        loader = make(seed)
+        loader.sampler.set_epoch(epoch)
+        ((part,),) = loader
+        return cast(Tensor, part.batch).tolist()
+
+    first = read(0, 0)
+    assert first == read(0, 0)
+    assert first != read(0, 1)
+    assert first != read(1, 0)
