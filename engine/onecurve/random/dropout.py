@@ -108,6 +108,15 @@ def dropouts(net: nn.Module) -> list[SampleDropout]:
     return [part for part in net.modules() if isinstance(part, SampleDropout) and part.p > 0]
 
 
+def separate_copies(layers: Iterable[SampleDropout]) -> None:
+    """Give a layer another salt if one before it has the same, as in a teacher that a hook has copied."""
+    salts = set[int]()
+    for layer in layers:
+        while layer.salt in salts:
+            layer.salt = int(hash_ints(layer.salt))
+        salts.add(layer.salt)
+
+
 def begin_step(layers: Iterable[SampleDropout]) -> None:
     """Count the calls of the layers from zero. The generator must have been seeded for the step."""
     for layer in layers:

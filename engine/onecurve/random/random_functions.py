@@ -31,6 +31,7 @@ from onecurve.random.dropout import (
     forget_keys,
     hash_samples,
     keep_mask,
+    separate_copies,
     set_keys,
 )
 from onecurve.random.hashing import hash_ints, normal
@@ -252,6 +253,7 @@ class RandomNumbers(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._dropouts = dropouts(pl_module)
+        separate_copies(self._dropouts)
 
     on_validation_start = on_test_start = on_train_start
 

@@ -1,5 +1,6 @@
 """Dropout by samples has the same masks on any hardware, and its masks are uncorrelated."""
 
+import copy
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from onecurve.random.dropout import DropPath, SampleDropout, begin_step, set_keys, use_sample_dropout
+from onecurve.random.dropout import (
+    DropPath,
+    SampleDropout,
+    begin_step,
+    dropouts,
+    separate_copies,
+    set_keys,
+    use_sample_dropout,
+)
 from onecurve.random.hashing import hash_ints
 from tests.support.bits import check_equal_bits
 from tests.support.comparison import TOLERANCE, distances
@@ -149,6 +158,20 @@ class TwoViews(Vectors):
 def two_views(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Record]:
     """Return a function that trains two views of each batch on one process."""
     return functools.cache(lambda *words: fit(compose(tmp_path_factory.mktemp("one"), *TWO_VIEWS, *words)))
+
+
+def test_copies_of_a_layer_have_other_masks() -> None:
+    """As those of a teacher, which a hook copies when the layers have their salts."""
+    net = nn.Sequential(nn.Dropout(RATE), nn.Dropout(RATE))
+    use_sample_dropout(net)
+    net.extend([copy.deepcopy(net), copy.deepcopy(net)])
+    layers = dropouts(net)
+    salts = [layer.salt for layer in layers]
+    assert len(set(salts)) == 2
+    for _ in range(2):  # also when a validation follows
+        separate_copies(layers)
+    assert [layer.salt for layer in layers][:2] == salts[:2]
+    assert len({layer.salt for layer in layers}) == len(layers) == 6
 
 
 def test_a_layer_that_is_called_again_has_another_mask(two_views: Callable[..., Record]) -> None:
