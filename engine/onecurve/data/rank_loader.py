@@ -124,7 +124,7 @@ class SeededSamples(Dataset[Any]):
     """Fetches batches: the indices of n samples, (n,), and what `collate` makes of the samples.
 
     The global generators of torch, NumPy and Python are seeded with each sample's key before it is fetched, and with
-    that of the first sample before they are collated. Workers have no state: the key comes with the index.
+    a hash of the first sample's before they are collated. Workers have no state: the key comes with the index.
 
     Args:
         dataset: the samples.
@@ -152,7 +152,7 @@ class SeededSamples(Dataset[Any]):
             for index, key in samples.T.tolist():
                 seed_generators(key)
                 items.append(self._fetch(index))
-            seed_generators(int(keys[0]))
+            seed_generators(int(hash_ints(int(keys[0]))))
             with refuse_draws("collate_fn", self.is_divided):
                 batch = self.collate(items)
             made = self.axis.samples_in(batch) if self.is_divided and self.axis else len(items)

@@ -110,7 +110,7 @@ class StreamLoader(EpochStart):
 
     def _collate(self, samples: list[Any], step: int, part: Tensor) -> tuple[Tensor, Any]:
         places = step * self.batch_size + part
-        seed_generators(int(hash_ints(self.seed, self.epoch, int(places[0]))))
+        seed_generators(int(hash_ints(hash_ints(self.seed, self.epoch, int(places[0])))))
         with refuse_draws("collate_fn", self.is_divided):
             return places, collate_function(self.loader)([samples[position] for position in part.tolist()])
 

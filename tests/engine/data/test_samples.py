@@ -13,6 +13,7 @@ from onecurve.data.batch_samplers import EvaluationBatches
 from onecurve.data.layout import DataParallelInfo
 from onecurve.data.rank_loader import RankLoader, SampleAxis, SeededSamples, fetches_batches, find_sample_axis
 from onecurve.errors import UserError
+from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import seed_generators
 from tests.support.draws import KEY, draws, expected_draws
 
@@ -108,7 +109,7 @@ def test_each_sample_is_fetched_with_its_key() -> None:
     positions, (items, collated) = samples.__getitems__(torch.tensor([[3, 4], [KEY, 8]]))
     assert positions.tolist() == [3, 4]
     assert items == [expected_draws(KEY), expected_draws(8)]
-    assert collated == expected_draws(KEY)
+    assert collated == expected_draws(int(hash_ints(KEY)))
     assert len(samples) == 10
 
 
@@ -118,7 +119,7 @@ def test_only_a_process_without_workers_keeps_its_generators(is_worker: bool, mo
     monkeypatch.delattr(torch.cuda, "set_rng_state_all")  # samples leave the generators of GPUs alone
     seed_generators(1)
     SeededSamples(Squares(), list).__getitems__(torch.tensor([[0], [2]]))
-    assert draws() == expected_draws(2 if is_worker else 1)
+    assert draws() == expected_draws(int(hash_ints(2)) if is_worker else 1)
 
 
 def test_a_dataset_may_make_its_batches() -> None:
@@ -213,6 +214,8 @@ def test_the_key_of_a_sample_gives_its_numbers() -> None:
 def test_the_key_of_the_first_sample_gives_the_numbers_of_the_batch() -> None:
     assert fetch([3, 4], [7, 8])[1] == fetch([5, 6], [7, 9])[1]
     assert fetch([3, 4], [7, 8])[1] != fetch([3, 4], [8, 7])[1], "each batch has numbers of its own"
+    (sample, _), collated = fetch([3, 4], [7, 8])
+    assert not {*sample} & {*collated}, "they are not those of the sample's transforms"
 
 
 def test_fetching_leaves_the_generators_alone() -> None:
