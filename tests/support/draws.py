@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-KEY = 2**40 + 2**32 + 2**31 + 7  # NumPy takes the lowest 32 bits as its seed
+KEY = 2**40 + 2**32 + 2**31 + 7  # torch takes the lowest 32 bits as its seed, and NumPy both halves
 
 
 def draws() -> list[float]:
@@ -16,4 +16,4 @@ def draws() -> list[float]:
 def expected_draws(key: int) -> list[float]:
     """Return the first numbers that the generators of a key draw."""
     torch_draw = float(torch.rand((), generator=torch.Generator().manual_seed(key)))
-    return [torch_draw, np.random.RandomState(key % 4294967296).rand(), random.Random(key).random()]
+    return [torch_draw, np.random.RandomState((key ^ key >> 32) % 4294967296).rand(), random.Random(key).random()]

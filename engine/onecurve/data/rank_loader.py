@@ -26,7 +26,7 @@ from onecurve.network.object_state import are_equal
 from onecurve.patches.torch import leaves_with_paths, tree_leaves
 from onecurve.process import signals
 from onecurve.random.hashing import hash_ints
-from onecurve.random.seeding import refuse_draws, seed_generators
+from onecurve.random.seeding import FETCHING, refuse_draws, seed_generators
 
 _log = logging.getLogger(__name__)
 _PROBED, _PROBED_PAIRS = 8, 4  # samples
@@ -103,7 +103,7 @@ class _KeyedBatches(Sampler[Tensor]):
 
     def __iter__(self) -> Iterator[Tensor]:
         for indices, places in zip(self.batches.table(), self.batches.places(), strict=True):
-            batch = torch.stack([indices, hash_ints(self.seed, self.batches.epoch, places)])
+            batch = torch.stack([indices, hash_ints(self.seed, self.batches.epoch, places, FETCHING)])
             yield batch if self.keep_padding else batch[:, batch[0] >= 0]
 
 

@@ -29,7 +29,7 @@ from onecurve.errors import UserError
 from onecurve.network.object_state import are_equal
 from onecurve.patches.torch import tree_leaves
 from onecurve.random.hashing import hash_ints
-from onecurve.random.seeding import refuse_draws, seed_generators
+from onecurve.random.seeding import FETCHING, refuse_draws, seed_generators
 
 _log = logging.getLogger(__name__)
 _PROBED = 4  # samples
@@ -110,7 +110,7 @@ class StreamLoader(EpochStart):
 
     def _collate(self, samples: list[Any], step: int, part: Tensor) -> tuple[Tensor, Any]:
         places = step * self.batch_size + part
-        seed_generators(int(hash_ints(hash_ints(self.seed, self.epoch, int(places[0])))))
+        seed_generators(int(hash_ints(hash_ints(self.seed, self.epoch, int(places[0]), FETCHING))))
         with refuse_draws("collate_fn", self.is_divided):
             return places, collate_function(self.loader)([samples[position] for position in part.tolist()])
 
@@ -185,7 +185,7 @@ def _seeded_samples(dataset: Any, seed: int, epoch: int, place: int, state: Any 
         dataset.load_state_dict(state)
     samples = iter(dataset)
     for first in count(place, _HASHED):
-        for key in hash_ints(seed, epoch, torch.arange(first, first + _HASHED)).tolist():
+        for key in hash_ints(seed, epoch, torch.arange(first, first + _HASHED), FETCHING).tolist():
             seed_generators(key)
             try:
                 yield next(samples)

@@ -11,6 +11,7 @@ import torch
 from onecurve.errors import UserError
 
 EVALUATION, SETUP, EPOCH_START, EPOCH_END = -1, -2, -3, -4  # in place of an epoch
+FETCHING = -1  # after the place of a sample, whose key would otherwise be that of the step of the same number
 
 
 def drawing_epoch(trainer: Any) -> int:
@@ -22,7 +23,8 @@ def seed_generators(key: int, device_type: str = "cpu") -> None:
     """Seed the global generators of torch, NumPy and Python, with those of this process's devices of a type."""
     seed_torch(key, device_type)
     random.seed(key)
-    np.random.seed(key % 2**32)
+    # Of the low 32 bits alone, which torch's generator takes, it would give the numbers of torch.randint.
+    np.random.seed((key ^ key >> 32) % 2**32)
 
 
 def seed_torch(key: int, device_type: str = "cpu") -> None:

@@ -1,4 +1,4 @@
-"""Steps and hooks draw other numbers each time, as in plain Lightning."""
+"""Samples, steps and hooks draw other numbers each time, as in plain Lightning."""
 
 import random
 from pathlib import Path
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import onecurve
 
@@ -30,11 +30,11 @@ class Drawing(L.LightningModule):
     def on_train_epoch_start(self) -> None:
         self.draw("on_train_epoch_start")
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.draw("training_step")
         return self.net(batch[0]).square().mean()
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.draw("validation_step")
 
     def on_train_epoch_end(self) -> None:
@@ -71,3 +71,29 @@ def test_batches_of_an_evaluation_have_other_numbers_of_torch(options: dict[str,
     batches = len(of_torch) // 3
     assert of_torch == of_torch[:batches] * 3
     assert len(set(of_torch)) == batches >= 6
+
+
+class Noise(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([torch.rand(()), np.random.rand(), random.random()], dtype=torch.float64)
+
+
+class Comparing(Drawing):
+    """Draws what the transform of its sample may have drawn."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.draw("training_step")
+        self.drawn += batch.tolist()
+        return self.net.weight.square().mean()
+
+
+def test_a_step_draws_other_numbers_than_the_transforms_of_its_sample(folder: Path) -> None:
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = onecurve.Trainer(accelerator="cpu", devices=1, max_epochs=1, default_root_dir=folder, **quiet)
+    module = Comparing("training_step")
+    trainer.fit(module, DataLoader(Noise(), batch_size=1))
+    assert len(module.drawn) == 12
+    assert all(len(set(numbers)) == 12 for numbers in zip(*module.drawn, strict=True))

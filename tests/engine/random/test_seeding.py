@@ -28,6 +28,12 @@ def test_a_key_seeds_all_generators(key: int) -> None:
     assert draws() == expected_draws(key)
 
 
+def test_numpy_draws_other_numbers_than_torch() -> None:
+    """Both have the same generator, a Mersenne Twister."""
+    seed_generators(KEY)
+    assert int(torch.randint(2**20, ())) != np.random.randint(2**20)
+
+
 @pytest.mark.parametrize(("device_type", "expected"), [("cpu", []), ("cuda", [5, 5]), ("mps", ["mps", 5]), ("xpu", [])])
 def test_a_key_seeds_the_generators_of_the_devices(
     device_type: str, expected: list[Any], monkeypatch: pytest.MonkeyPatch
