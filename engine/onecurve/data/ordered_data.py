@@ -19,7 +19,7 @@ from onecurve.data.rank_loader import examples
 from onecurve.errors import UserError
 from onecurve.patches.torch import tree_leaves
 from onecurve.random.hashing import hash_ints
-from onecurve.random.seeding import SETUP, drawing_epoch, refuse_draws, seed_generators
+from onecurve.random.seeding import FETCHING, SETUP, drawing_epoch, refuse_draws, seed_generators
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _LOADERS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
@@ -368,7 +368,8 @@ class OrderedData(L.LightningDataModule):
         is_users = is_own or is_overridden(name, self._module, L.LightningModule)
         if isinstance(part.batch, Batch) or not is_users:  # those of Lightning draw nothing
             return hook(part.batch, *args)
-        key = hash_ints(self.run_seed, drawing_epoch(self.trainer), int(part.samples[0]), _HOOKS.index(name))
+        number = FETCHING - 1 - _HOOKS.index(name)  # else a virtual rank of the step of this number would draw the same
+        key = hash_ints(self.run_seed, drawing_epoch(self.trainer), int(part.samples[0]), number)
         seed_generators(int(key), self._module.device.type)
         with refuse_draws(name, self.division.is_divided, self._module.device.type):
             return hook(part.batch, *args)

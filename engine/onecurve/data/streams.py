@@ -26,7 +26,7 @@ from onecurve.data.batch_samplers import EpochStart
 from onecurve.data.layout import alone
 from onecurve.data.rank_loader import collate_function, disables_batching, errors_of_workers, worker_options
 from onecurve.errors import UserError
-from onecurve.network.object_state import are_equal
+from onecurve.network.object_state import are_equal, walk
 from onecurve.patches.torch import tree_leaves
 from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import FETCHING, refuse_draws, seed_generators
@@ -78,6 +78,7 @@ class StreamLoader(EpochStart):
         return self.steps * (len(list(self.divide(self.batch_size))) if self.evaluates else 1)
 
     def __iter__(self) -> Iterator[StepParts]:
+        held = _held_objects(self.dataset) if self.epoch == 0 else 0
         steps = _in_worker(self.loader, self._read, self.seed, self.epoch)
         for step, (parts, state) in enumerate(steps, self.start + 1):
             self.states[step] = state
@@ -85,6 +86,12 @@ class StreamLoader(EpochStart):
             has_any_size = disables_batching(self.loader)
             step_parts = StepParts(as_part(places, batch, self.weight, has_any_size) for places, batch in parts)
             yield from (StepParts([part]) for part in step_parts) if self.evaluates else (step_parts,)
+        if held and _held_objects(self.dataset) != held:
+            _log.warning(
+                "training has changed %s while a worker read it: each epoch reads what it held at its start, so a "
+                "replay buffer is an epoch behind; a map-style dataset with num_workers=0 is read by this process",
+                type(self.dataset).__name__,
+            )
 
     def _read(self) -> Iterator[tuple[list[Any], Any]]:
         """Yield the parts of each step, as places in the epoch and a batch, and the state of the stream after it."""
@@ -203,6 +210,11 @@ class _Reader(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         with alone():
             yield from self.function()
+
+
+def _held_objects(stream: Any) -> int:
+    """Return the number of objects that a stream holds."""
+    return sum(1 for _ in walk([vars(stream)]))
 
 
 def length_of_stream(stream: Any) -> int | None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from onecurve.network.compilation import constant
 from onecurve.random.hashing import hash_elements, hash_ints
 
-# Each call of a layer adds it to the seed of torch's CPU generator, which reads 32 bits; each of a function adds 1.
-CALL = 2**20
+# Each call of a layer adds it to the seed of torch's CPU generator, which reads the lowest 32 bits; a function adds 1.
+CALL = 0x19E3779B1
 _ODD_MULTIPLIER = 0x2545F4914F6CDD1D
 # int32 holds the constants 0x9E3779B9 and 0x846CA68B as negative numbers.
 _GOLDEN, _MIX1, _MIX2 = -0x61C88647, 0x7FEB352D, -0x7B935975

@@ -245,6 +245,7 @@ class RandomNumbers(L.Callback):
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._dropouts: list[SampleDropout] = []
+        self._step = 0  # of the epoch
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Seed the weights that the module makes in `setup` and `configure_model`."""
@@ -268,13 +269,14 @@ class RandomNumbers(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._step = batch_idx
         self._begin(trainer, self._seed(drawing_epoch(trainer), batch_idx))
         self._set_keys()
 
     def begin_part(self, trainer: L.Trainer) -> None:
         """Draw for the samples of a micro-batch."""
         data: Any = trainer.datamodule
-        sample_random.keys = hash_ints(self.seed, trainer.current_epoch, data.sample_index)
+        sample_random.keys = self._keys(trainer, data.sample_index)
         self._set_keys()
 
     def begin_virtual_rank(self, trainer: L.Trainer, step: int, number: int) -> None:
@@ -332,11 +334,16 @@ class RandomNumbers(L.Callback):
         return int(hash_ints(self.seed, *parts)) % 2**62  # its successors are seeds as well
 
     def _begin(self, trainer: L.Trainer, seed: int, shift: int = 0) -> None:
-        data, epoch, device = cast(Any, trainer.datamodule), drawing_epoch(trainer), trainer.lightning_module.device
+        data, device = cast(Any, trainer.datamodule), trainer.lightning_module.device
         samples = data.sample_index
         # Also between the micro-batches of a pipeline, each of which its schedule gives to the network by itself.
         parts = data.division.sharing * data.parallel.num_microbatches
         is_divided = not data.bit_exact and parts > 1
         seed_generators(seed, device.type)
         begin_step(self._dropouts)
-        sample_random.begin(lambda: hash_ints(self.seed, epoch, samples), device, is_divided, shift)
+        sample_random.begin(functools.partial(self._keys, trainer, samples), device, is_divided, shift)
+
+    def _keys(self, trainer: L.Trainer, samples: Tensor) -> Tensor:
+        """Return the keys of (n,) samples in the present step, (n,): a sample may come again in other steps."""
+        step = self._step if trainer.training else 0  # the number of a batch of an evaluation depends on the hardware
+        return hash_ints(self.seed, drawing_epoch(trainer), step, samples)

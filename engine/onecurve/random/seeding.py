@@ -10,7 +10,7 @@ import torch
 
 from onecurve.errors import UserError
 
-EVALUATION, SETUP, EPOCH_START, EPOCH_END = -1, -2, -3, -4  # in place of an epoch
+EVALUATION, SETUP, EPOCH_START, EPOCH_END, AFTER_STAGE = -1, -2, -3, -4, -5  # in place of an epoch
 FETCHING = -1  # after the place of a sample, whose key would otherwise be that of the step of the same number
 
 

@@ -4,9 +4,10 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import wraps
+from itertools import count
 from pathlib import Path
 from typing import Any, ParamSpec, cast
 
@@ -38,7 +39,9 @@ from onecurve.parallel.norm_groups import NormGroups
 from onecurve.process.rank import log_script, resolve_devices, shorten_user_errors, tune_malloc
 from onecurve.process.signals import ended_here
 from onecurve.random.dropout import use_sample_dropout
+from onecurve.random.hashing import hash_ints
 from onecurve.random.random_functions import RandomNumbers
+from onecurve.random.seeding import AFTER_STAGE, seed_generators
 from onecurve.records.events import recorded_fit
 from onecurve.run import arguments
 from onecurve.run.attributes import Attributes
@@ -55,6 +58,7 @@ from onecurve.run.training_loop import LoopChanges, patch_trainer
 _log = logging.getLogger(__name__)
 _FOLDER = "onecurve_logs"  # of a run without `default_root_dir`, beside Lightning's lightning_logs
 _Arguments = ParamSpec("_Arguments")
+_stages = count()  # of all trainers of the process
 _USERS_SEED = "PL_GLOBAL_SEED"  # the variable in which `lightning.seed_everything` keeps its seed
 
 
@@ -241,7 +245,7 @@ class Trainer(L.Trainer):
         self._fitted = data.plain
         # The launcher of train.py records the end itself.
         recording = recorded_fit(self._folder) if self._is_script and self.is_global_zero else nullcontext()
-        with self._interruptible(), recording, translated_errors(path):
+        with self._stage(), recording, translated_errors(path):
             super().fit(model, datamodule=data, ckpt_path=path, weights_only=weights_only)
         self.final_metrics |= self.callback_metrics
 
@@ -274,14 +278,19 @@ class Trainer(L.Trainer):
         data = self._prepare(stage, module, loaders, datamodule, path)
         if path and not self._is_script:  # which shows Lightning's own lines
             _log.info("%s: the weights of %s", stage, path)
-        with self._interruptible(), translated_errors(path):
+        with self._stage(), translated_errors(path):
             result = run(module, datamodule=data, ckpt_path=path, **given)
         self.final_metrics |= self.callback_metrics
         return result
 
-    def _interruptible(self) -> AbstractContextManager[None]:
-        """Return a context for a stage, after which a notebook goes on."""
-        return ended_here() if self._is_script and hasattr(sys, "ps1") else nullcontext()
+    @contextmanager
+    def _stage(self) -> Iterator[None]:
+        """Return a context for a stage, after which a notebook goes on, and a script draws other numbers each time."""
+        try:
+            with ended_here() if self._is_script and hasattr(sys, "ps1") else nullcontext():
+                yield
+        finally:
+            seed_generators(int(hash_ints(self.seed, AFTER_STAGE, next(_stages))))
 
     def _warn_of_early_module(self) -> None:
         """Warn if nothing was drawn since this trainer has seeded the generators: the weights may be from before."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.demos.boring_classes import BoringModel
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 import onecurve
 from onecurve.data.orders import order_of
@@ -369,3 +369,37 @@ def test_each_of_two_loaders_has_an_order_of_its_own(folder: Path) -> None:
     ones, others = zip(*module.pairs, strict=True)
     assert sorted(ones) == sorted(others) == list(range(40))
     assert sum(one == other for one, other in module.pairs) < 10
+
+
+class Replay(IterableDataset[Any]):
+    """Yields what the step has added so far."""
+
+    def __init__(self) -> None:
+        self.points = [torch.ones(32)]
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(8):
+            yield self.points[-1]
+
+
+class Adding(BoringModel):
+    is_adding = True
+
+    def __init__(self, replay: Replay) -> None:
+        super().__init__()
+        self.replay = [replay]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.is_adding:
+            self.replay[0].points.append(torch.rand(32))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("is_adding", [True, False])
+def test_names_a_stream_that_training_changes(is_adding: bool, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    replay = Replay()
+    module = Adding(replay)
+    module.is_adding = is_adding
+    trainer = onecurve.Trainer(default_root_dir=folder, max_epochs=2, limit_val_batches=0, logger=False)
+    trainer.fit(module, DataLoader(replay, 4))
+    assert ("training has changed Replay while a worker read it" in caplog.text) == is_adding

@@ -97,3 +97,33 @@ def test_a_step_draws_other_numbers_than_the_transforms_of_its_sample(folder: Pa
     trainer.fit(module, DataLoader(Noise(), batch_size=1))
     assert len(module.drawn) == 12
     assert all(len(set(numbers)) == 12 for numbers in zip(*module.drawn, strict=True))
+
+
+def test_a_script_draws_other_numbers_after_each_fit(folder: Path) -> None:
+    """So a random search tries other values in each trial, although each trainer begins with its seed."""
+    values = []
+    for trial in range(3):
+        drawn(folder / str(trial), "training_step")
+        values.append((float(torch.rand(())), np.random.rand(), random.random()))
+    assert len({value for row in values for value in row}) == 9
+
+
+class Repeating(Drawing):
+    """Keeps the mask of each sample, of which the loader gives some several times in an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.drop, self.masks = nn.Dropout(0.5), list[tuple[int, bytes]]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for number, mask in zip(batch[1].tolist(), self.drop(torch.ones(len(batch[1]), 64)), strict=True):
+            self.masks.append((number, mask.numpy().tobytes()))
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_sample_that_comes_again_in_an_epoch_has_another_mask(folder: Path) -> None:
+    module, samples = Repeating(), TensorDataset(torch.randn(4, 4), torch.arange(4))
+    repeated = torch.utils.data.SubsetRandomSampler([0, 1, 2, 3] * 4)
+    trainer = onecurve.Trainer(accelerator="cpu", devices=1, max_epochs=1, logger=False, default_root_dir=folder)
+    trainer.fit(module, DataLoader(samples, 1, sampler=repeated))
+    assert len(module.masks) == len(set(module.masks)) == 16
