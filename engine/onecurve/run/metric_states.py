@@ -1,6 +1,7 @@
 """The states of metrics: of each virtual rank while these are computed one by one, over all ranks, in checkpoints."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -33,6 +34,7 @@ from onecurve.patches.torchmetrics import (
 from onecurve.patches.torchmetrics import states as states_of
 
 _log = logging.getLogger(__name__)
+_OF_CALLBACK = "callback "  # what the names of a callback's metrics begin with
 _State = dict[str, Any]  # tensors, and lists of them, by the names of a metric's states
 
 
@@ -52,12 +54,12 @@ class VirtualMetrics(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._trainer = trainer
-        for name, part in pl_module.named_modules():
-            if isinstance(part, MetricTracker):
-                raise UserError(
-                    f"bit_exact=true: {name} is a MetricTracker, whose copies of a metric have no state for each "
-                    "virtual rank: log the metric itself, and keep the best epoch by ModelCheckpoint"
-                )
+        self.teardown()  # Lightning does not call it after an error
+        for name in _trackers(trainer, pl_module):
+            raise UserError(
+                f"bit_exact=true: {name} is a MetricTracker, whose copies of a metric have no state for each virtual "
+                "rank: log the metric itself, and keep the best epoch by ModelCheckpoint"
+            )
 
     def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Change how the metrics synchronize and reset their states."""
@@ -124,11 +126,11 @@ class VirtualMetrics(L.Callback):
 
     on_validation_batch_start = on_test_batch_start
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         for metric in self.metrics.values():
             vars(metric).pop("sync_context", None)
             vars(metric).pop("reset", None)
-        self.metrics, self._states, self._current = {}, {}, 0
+        self.metrics, self._states, self._current, self.is_in_pass = {}, {}, 0, False
 
     @contextmanager
     def _reduced(self, name: str, metric: Any, *_: Any, should_sync: bool = True, **__: Any) -> Iterator[None]:
@@ -192,7 +194,13 @@ class MetricStates(L.Callback):
         rank = trainer.datamodule.parallel.dp_rank
         own = {name: {rank: states_of(metric)} for name, metric in metrics.items() if name not in of_virtual}
         own |= {name: virtual.states(name, metrics[name]) for name in metrics.keys() & of_virtual.keys()}
-        states: dict[str, Any] = _gather(trainer, _on_cpu(own))
+        gathered = _gather(trainer, _on_cpu(own))
+        # Copies of the module in callbacks, such as WeightAveraging, have metrics that nothing updates.
+        states: dict[str, Any] = {
+            name: ranks
+            for name, ranks in gathered.items()
+            if not name.startswith(_OF_CALLBACK) or any(rank[COUNT] for rank in ranks)
+        }
         states |= {name: _reduce(metrics[name], states[name]) for name in states.keys() - of_virtual.keys()}
         checkpoint["metric_states"] = self._saved | states
 
@@ -235,7 +243,7 @@ class MetricStates(L.Callback):
         """Set each state on the first rank, and the default on the others; all of them get a mean, and the count."""
         if not self._saved:
             return
-        _fill_trackers(module, self._saved)
+        _fill_trackers(trainer, module, self._saved)
         metrics, virtual = metrics_of(trainer, module), cast(Any, trainer).virtual_metrics
         for name in metrics.keys() & self._saved.keys():
             metric = metrics[name]
@@ -294,15 +302,23 @@ class MetricSync(L.Callback):
 
 def metrics_of(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Metric]:
     """Return the metrics of the module and of callbacks by name, each of them once."""
-    metrics, callbacks = _metrics(module), cast(Any, trainer).callbacks
-    keys = [callback.state_key for callback in callbacks]
-    for number, (callback, key) in enumerate(zip(callbacks, keys, strict=True)):
-        path = f"callback {key} {keys[:number].count(key)}"  # also in a run that goes on with other ones around it
-        for name, value in vars(callback).items():
-            found = _metrics(value, f"{path}.{name}") if isinstance(value, nn.Module) else {}
-            known = set(map(id, metrics.values()))
-            metrics |= {name: metric for name, metric in found.items() if id(metric) not in known}
+    metrics: dict[str, Metric] = {}
+    for prefix, part in _modules(trainer, module).items():
+        known = set(map(id, metrics.values()))
+        metrics |= {name: metric for name, metric in _metrics(part, prefix).items() if id(metric) not in known}
     return metrics
+
+
+def _modules(trainer: L.Trainer, module: L.LightningModule) -> dict[str, nn.Module]:
+    """Return the module, and the modules that are attributes of callbacks, by the prefix of the names in them."""
+    modules: dict[str, nn.Module] = {"": module}
+    keys = Counter[str]()
+    for callback in cast(Any, trainer).callbacks:
+        key = callback.state_key
+        path = f"{_OF_CALLBACK}{key} {keys[key]}"  # also in a run that goes on with other ones around it
+        keys[key] += 1
+        modules |= {f"{path}.{name}": one for name, one in vars(callback).items() if isinstance(one, nn.Module)}
+    return modules
 
 
 def _metrics(module: nn.Module, prefix: str = "") -> dict[str, Metric]:
@@ -313,12 +329,17 @@ def _metrics(module: nn.Module, prefix: str = "") -> dict[str, Metric]:
     return {name: one for name, one in metrics.items() if names.setdefault(id(one), name) == name}
 
 
-def _fill_trackers(module: nn.Module, saved: dict[str, _State]) -> None:
+def _trackers(trainer: L.Trainer, module: L.LightningModule) -> dict[str, MetricTracker]:
+    """Return the trackers of the module and of callbacks by name."""
+    named = (pair for prefix, one in _modules(trainer, module).items() for pair in one.named_modules(prefix=prefix))
+    return {name: part for name, part in named if isinstance(part, MetricTracker)}
+
+
+def _fill_trackers(trainer: L.Trainer, module: L.LightningModule, saved: dict[str, _State]) -> None:
     """Let each MetricTracker have as many metrics as in the checkpoint; it adds one in each epoch, perhaps unused."""
-    for name, part in module.named_modules():
-        if isinstance(part, MetricTracker):
-            while any(key.startswith(f"{name}.{part.n_steps + 1}") and saved[key][COUNT] for key in saved):
-                part.increment()
+    for name, tracker in _trackers(trainer, module).items():
+        while any(key.startswith(f"{name}.{tracker.n_steps + 1}") and saved[key][COUNT] for key in saved):
+            tracker.increment()
 
 
 def _metrics_to_save(trainer: L.Trainer, module: L.LightningModule, is_within_epoch: bool) -> dict[str, Metric]:

@@ -333,9 +333,10 @@ class Trainer(L.Trainer):
         ckpt_path: str | None,
     ) -> OrderedData:
         """Prepare the module, describe a run without a configuration, and return the data in its order."""
-        given = [one for one in (*loaders.values(), datamodule) if one is not None]
-        plain = next((one for one in given if isinstance(one, L.LightningDataModule)), None)
-        if plain is not None and len(given) > 1:
+        given = [one for one in loaders.values() if one is not None]
+        in_place = next((one for one in given if isinstance(one, L.LightningDataModule)), None)
+        plain = in_place if datamodule is None else datamodule  # which may be of pytorch_lightning
+        if plain is not None and len(given) > (datamodule is None):
             raise UserError(f"{stage}() has both loaders and a DataModule: give one of them")
         if plain is None and given:
             plain = GivenLoaders(loaders)

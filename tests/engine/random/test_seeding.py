@@ -10,6 +10,7 @@ import torch
 
 from onecurve.errors import UserError
 from onecurve.random.seeding import (
+    AFTER_STAGE,
     EPOCH_END,
     EPOCH_START,
     EVALUATION,
@@ -86,5 +87,5 @@ def test_a_part_of_a_batch_must_not_draw(draw: object) -> None:
 
 
 def test_no_epoch_draws_as_what_is_outside_of_them() -> None:
-    assert len({EVALUATION, SETUP, EPOCH_START, EPOCH_END}) == 4
-    assert max(EVALUATION, SETUP, EPOCH_START, EPOCH_END) < 0
+    assert len({EVALUATION, SETUP, EPOCH_START, EPOCH_END, AFTER_STAGE}) == 5
+    assert max(EVALUATION, SETUP, EPOCH_START, EPOCH_END, AFTER_STAGE) < 0

@@ -6,10 +6,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torchmetrics import Metric, SumMetric
+from torchmetrics import Metric, MetricTracker, SumMetric
 from torchmetrics.wrappers import Running
 
 import onecurve
@@ -117,6 +118,39 @@ def test_a_metric_has_all_samples(bit_exact: bool, pool: Pool, folder: Path) -> 
         interrupt(folder / f"{step}", 1, bit_exact, step)
         pool.run(2, fit, folder / f"{step}", 2, bit_exact)
         check_same_rows(folder / "one", folder / f"{step}")
+
+
+class Tracking(L.Callback):
+    """Counts the steps of each epoch."""
+
+    def __init__(self) -> None:
+        self.steps, self.of_epochs = MetricTracker(SumMetric(), maximize=True), list[float]()
+
+    def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.steps.increment()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps.update(1.0)
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        values: Any = self.steps.compute_all()
+        self.of_epochs = values.tolist()
+
+
+def test_a_tracker_of_a_callback_has_all_epochs(folder: Path) -> None:
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit(folder, 1, False, Tracking(), Interrupted(10))
+    tracking = Tracking()
+    fit(folder, 1, False, tracking)
+    assert tracking.of_epochs == [6.0, 6.0]
+
+
+def test_metrics_of_copies_of_the_module_are_not_saved(folder: Path) -> None:
+    """Nothing updates those of an averaged module, and a run without the callback would miss them."""
+    fit(folder, 1, False, WeightAveraging())
+    states = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=False)["metric_states"]
+    assert "window" in states
+    assert not [name for name in states if "WeightAveraging" in name]
 
 
 def test_a_validation_of_its_own_has_the_precision_of_the_run(folder: Path) -> None:

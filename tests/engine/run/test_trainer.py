@@ -31,7 +31,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
 from omegaconf import OmegaConf
 from torch.utils.data import BatchSampler, DataLoader, Subset, TensorDataset, random_split
-from torchmetrics import MeanMetric, MetricTracker
+from torchmetrics import MeanMetric, MetricTracker, SumMetric
 
 import onecurve
 from onecurve.errors import UserError
@@ -336,6 +336,36 @@ def test_a_tracker_of_metrics_is_refused_with_equal_bits(folder: Path) -> None:
     module.best = MetricTracker(MeanMetric(), maximize=True)
     with pytest.raises(UserError, match="bit_exact=true: best is a MetricTracker, whose copies"):
         trainer(folder, bit_exact=True).fit(module, loader())
+    callback: Any = L.Callback()
+    callback.best = MetricTracker(MeanMetric(), maximize=True)
+    with pytest.raises(UserError, match=r"bit_exact=true: callback Callback 0\.best is a MetricTracker"):
+        trainer(folder, bit_exact=True, callbacks=[callback]).fit(Boring(), loader())
+
+
+class Counting(Boring):
+    """Counts its steps by a metric, and fails once within the pass of a virtual rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.fails = SumMetric(), False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.count.update(1)
+        self.log("count", self.count, on_step=False, on_epoch=True)
+        if self.fails and batch_idx == 1 and self.trainer.virtual_metrics._current == 2:
+            raise RuntimeError("fails")
+        return super().training_step(batch, batch_idx)
+
+
+def test_metrics_of_virtual_ranks_begin_anew_after_an_error(folder: Path) -> None:
+    """As in a notebook, where the same trainer fits again; Lightning has not torn down its callbacks."""
+    one, module = trainer(folder, bit_exact=True), Counting()
+    module.fails = True
+    with pytest.raises(RuntimeError, match="fails"):
+        one.fit(module, loader())
+    module.fails = False
+    one.fit(module, loader())
+    assert one.callback_metrics["count"] == 8 * 4
 
 
 @pytest.mark.parametrize("options", [{"devices": 2}, {"bit_exact": True}, {"accumulate_grad_batches": 2}])
@@ -703,6 +733,26 @@ def test_a_weighted_loss_that_is_not_logged_stops_a_run_that_has_diverged(folder
         trainer(folder).fit(Weighted(), samples)
 
 
+class OnRankZero(Weighted):
+    """Logs its loss on one rank only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = (self.net(batch.image).sum(1) * batch.weight).sum()
+        if self.trainer.is_global_zero:
+            self.log("train/loss", loss, rank_zero_only=True)
+        return loss
+
+
+def fit_with_a_loss_on_rank_zero(folder: Path) -> int:
+    one = trainer(folder, strategy="ddp", devices=2, log_every_n_steps=1)
+    one.fit(OnRankZero(), DataLoader(TensorDataset(torch.ones(32, 32), torch.ones(32)), batch_size=8))
+    return one.global_step
+
+
+def test_ranks_of_which_one_logs_the_loss_check_it_together(pool: Pool, folder: Path) -> None:
+    assert pool.run(2, fit_with_a_loss_on_rank_zero, folder) == [4, 4]
+
+
 class Interrupted(L.Callback):
     """Sends this process a signal before its fourth step."""
 
@@ -829,6 +879,25 @@ def test_loaders_that_are_not_given_are_those_of_the_module(folder: Path) -> Non
         trainer(folder.with_name("both")).fit(Boring(), loader(), datamodule=BoringDataModule())
     with pytest.raises(UserError, match=r"fit\(\) has both loaders and a DataModule: give one of them"):
         trainer(folder.with_name("both")).fit(Boring(), BoringDataModule(), loader())
+
+
+class OfAnotherPackage:
+    """Has the methods of a LightningDataModule, as one of pytorch_lightning, but is none of `lightning`."""
+
+    def __init__(self) -> None:
+        self._data = BoringDataModule()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_data":  # not yet unpickled
+            raise AttributeError(name)
+        return getattr(self._data, name)
+
+
+def test_a_datamodule_of_another_package_is_not_passed_over(folder: Path) -> None:
+    """The module has loaders as well, which would be taken in silence."""
+    one, data = trainer(folder), OfAnotherPackage()
+    one.fit(Boring(), datamodule=data)  # type: ignore[arg-type]
+    assert one.datamodule.plain is data
 
 
 def test_evaluations_keep_their_data_apart(folder: Path) -> None:
