@@ -81,7 +81,9 @@ class RankLoader:
 
     def _batches(self) -> Iterator[tuple[Tensor, Any]]:
         if self._device is None:
-            self._loader.generator.manual_seed(int(hash_ints(self._seed, self.sampler.epoch)))  # as `worker_options`
+            # As in `worker_options`. Persistent workers keep the seeds of the first epoch, also in a resumed run.
+            epoch = 0 if self._loader.persistent_workers else self.sampler.epoch
+            self._loader.generator.manual_seed(int(hash_ints(self._seed, epoch)))
             with errors_of_workers():
                 yield from self._loader
             return

@@ -44,8 +44,8 @@ def of_stream(seed: int) -> StreamLoader:
     return StreamLoader(DataLoader(Stream(), SAMPLES), SAMPLES, lambda count: [torch.arange(count)], 1, seed)
 
 
-def of_samples(seed: int) -> RankLoader:
-    loader = DataLoader(Noise(), SAMPLES, num_workers=1, worker_init_fn=_make_generator)
+def of_samples(seed: int, **options: Any) -> RankLoader:
+    loader = DataLoader(Noise(), SAMPLES, num_workers=1, worker_init_fn=_make_generator, **options)
     batches = TrainingBatches(lambda epoch: torch.arange(SAMPLES)[None], Division(virtual_ranks=1), 1)
     return RankLoader(loader, batches, seed, torch.device("cpu"))
 
@@ -62,3 +62,15 @@ def test_a_worker_has_another_seed_in_each_epoch_and_run(make: Callable[[int], A
     assert first == read(0, 0)
     assert first != read(0, 1)
     assert first != read(1, 0)
+
+
+def test_persistent_workers_of_a_resumed_run_have_the_seeds_of_the_first_epoch() -> None:
+    def seed_of_workers(loader: RankLoader, epoch: int) -> int:
+        loader.sampler.set_epoch(epoch)
+        ((_,),) = loader
+        return cast(Any, loader._loader)._iterator._base_seed
+
+    whole, resumed = (of_samples(0, persistent_workers=True) for _ in range(2))
+    first = seed_of_workers(whole, 0)
+    assert seed_of_workers(whole, 1) == first
+    assert seed_of_workers(resumed, 1) == first
