@@ -92,7 +92,7 @@ class SampleRandom:
     def begin_micro_batch(self, keys: Tensor, seed: int) -> None:
         """Draw for the samples of a micro-batch of a pipeline's schedule, with a seed of torch's CPU generator."""
         self.check()
-        self.keys, self.first_seed = keys, seed
+        self.keys = keys
         torch.default_generator.manual_seed(seed)
 
     def end(self) -> None:

@@ -211,3 +211,24 @@ def test_a_pipeline_refuses_a_layer_of_two_stages(pool: Pool, folder: Path) -> N
     words += ["trainer.devices=2"]
     with pytest.raises(RankFailed, match="two stages call the dropout layer drop"):
         fit_ranks(compose(folder, *words), pool)
+
+
+class CalledBefore(InTwoStages):
+    """Calls the first layer of the network also by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Dropout(0.3), nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self.net(self.net[0](batch[0])), batch)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Have no average of the weights, of which a rank holds some."""
+
+
+def test_a_layer_of_a_pipeline_counts_the_calls_before_the_network(pool: Pool, folder: Path) -> None:
+    words = [*OWN, f"+module._target_={__name__}.CalledBefore"]
+    expected = fit(compose(folder / "one", *words))
+    for record in fit_ranks(compose(folder / "two", *words, "strategy=pipeline", "trainer.devices=2"), pool):
+        assert max(distances(record, expected)) < TOLERANCE

@@ -274,7 +274,7 @@ class Pipeline(ShardedStateStrategy):
         """Train a batch from the inputs of the network; return its (samples, ...) outputs on every rank."""
         if self._losses is not None:
             raise self._called_twice()
-        count, first_seed, seed = len(batch), sample_random.first_seed, torch.initial_seed()
+        count, seed = len(batch), torch.initial_seed()
         # There may be more keys than rows, if the dataset makes batches.
         keys = sample_random.keys if self._draws else None
         parts = split_samples(inputs, count)
@@ -287,7 +287,6 @@ class Pipeline(ShardedStateStrategy):
         )
         if keys is not None:
             sample_random.begin_micro_batch(keys, seed + self._random_calls)
-            sample_random.first_seed = first_seed
         return join_samples(outputs, count)
 
     def run_schedule(self, inputs: Tensor, micro_batches: Sequence[Any], divisor: int, keys: Tensor | None) -> Tensor:
@@ -307,7 +306,7 @@ class Pipeline(ShardedStateStrategy):
         for weight in self._parameters:
             weight.grad = None
         for stage in self.own_stages.values():
-            stage.keys, stage.seed = keys, sample_random.call_seed
+            stage.keys, stage.seed = keys, torch.initial_seed()  # which counts the calls of layers before the network
         with torch.enable_grad():
             targets = torch.arange(self.microbatches)
             outputs = self._torch_schedule.step(inputs, target=targets, losses=self._losses)
