@@ -96,8 +96,13 @@ def use_sample_dropout(net: nn.Module) -> None:
     """Replace the `nn.Dropout` layers of a network with `SampleDropout`, in place; the salt is a hash of the name."""
     for name, part in list(net.named_modules(remove_duplicate=False)):
         if type(part) is nn.Dropout:
-            part = SampleDropout(part.p, part.inplace)
-            net.set_submodule(name, part)
+            net.set_submodule(name, SampleDropout(part.p, part.inplace))
+    salt_by_name(net)
+
+
+def salt_by_name(net: nn.Module) -> None:
+    """Give each layer the salt of its name, which a copy has on any rank of a pipeline and in a resumed run."""
+    for name, part in net.named_modules(remove_duplicate=False):
         if isinstance(part, SampleDropout):
             name = name.replace("_orig_mod.", "")  # of torch.compile
             part.salt = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
@@ -106,15 +111,6 @@ def use_sample_dropout(net: nn.Module) -> None:
 def dropouts(net: nn.Module) -> list[SampleDropout]:
     """Return the layers of a network that take keys and have a probability above zero."""
     return [part for part in net.modules() if isinstance(part, SampleDropout) and part.p > 0]
-
-
-def separate_copies(layers: Iterable[SampleDropout]) -> None:
-    """Give a layer another salt if one before it has the same, as in a teacher that a hook has copied."""
-    salts = set[int]()
-    for layer in layers:
-        while layer.salt in salts:
-            layer.salt = int(hash_ints(layer.salt))
-        salts.add(layer.salt)
 
 
 def begin_step(layers: Iterable[SampleDropout]) -> None:

@@ -31,7 +31,7 @@ from onecurve.random.dropout import (
     forget_keys,
     hash_samples,
     keep_mask,
-    separate_copies,
+    salt_by_name,
     set_keys,
 )
 from onecurve.random.hashing import hash_ints, normal
@@ -254,7 +254,7 @@ class RandomNumbers(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._dropouts = dropouts(pl_module)
-        separate_copies(self._dropouts)
+        salt_by_name(pl_module)  # also copies that a hook has made, such as a teacher
 
     on_validation_start = on_test_start = on_train_start
 

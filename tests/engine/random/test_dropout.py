@@ -17,7 +17,7 @@ from onecurve.random.dropout import (
     SampleDropout,
     begin_step,
     dropouts,
-    separate_copies,
+    salt_by_name,
     set_keys,
     use_sample_dropout,
 )
@@ -161,17 +161,20 @@ def two_views(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Record]
 
 
 def test_copies_of_a_layer_have_other_masks() -> None:
-    """As those of a teacher, which a hook copies when the layers have their salts."""
+    """As those of a teacher, which a hook copies when the layers have their salts, also without the original."""
     net = nn.Sequential(nn.Dropout(RATE), nn.Dropout(RATE))
     use_sample_dropout(net)
     net.extend([copy.deepcopy(net), copy.deepcopy(net)])
     layers = dropouts(net)
     salts = [layer.salt for layer in layers]
     assert len(set(salts)) == 2
-    for _ in range(2):  # also when a validation follows
-        separate_copies(layers)
-    assert [layer.salt for layer in layers][:2] == salts[:2]
-    assert len({layer.salt for layer in layers}) == len(layers) == 6
+    net[0] = nn.Identity()  # as a block of another stage of a pipeline
+    salt_by_name(net)
+    now = [layer.salt for layer in layers]
+    assert now[:2] == salts[:2]
+    assert len(set(now)) == len(now) == 6
+    use_sample_dropout(net)  # as a second fit does
+    assert [layer.salt for layer in layers] == now
 
 
 def test_a_layer_that_is_called_again_has_another_mask(two_views: Callable[..., Record]) -> None:
