@@ -38,6 +38,7 @@ from onecurve.random.hashing import hash_ints, normal
 from onecurve.random.seeding import (
     EPOCH_END,
     EPOCH_START,
+    EVALUATION,
     drawing_epoch,
     seed_generators,
     seed_torch,
@@ -253,6 +254,7 @@ class RandomNumbers(L.Callback):
         seed_generators(self._seed(), trainer.strategy.root_device.type)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        forget_keys(self._dropouts)
         self._dropouts = dropouts(pl_module)
         salt_by_name(pl_module)  # also copies that a hook has made, such as a teacher
 
@@ -264,6 +266,7 @@ class RandomNumbers(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Seed what hooks of the end of an epoch draw: validation has left the generators as in any other epoch."""
+        forget_keys(self._dropouts)
         seed_generators(self._seed(EPOCH_END, trainer.current_epoch), pl_module.device.type)
 
     def on_train_batch_start(
@@ -299,8 +302,14 @@ class RandomNumbers(L.Callback):
     def on_before_optimizer_step(self, *_: Any) -> None:
         sample_random.check()  # a module with optimization of its own may call `backward` of the loss itself
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        """Let functions draw as in torch. Layers keep the keys of the batch for the module's hook of this name."""
+        data: Any = trainer.datamodule
+        if len(data.parts) > 1 and not data.bit_exact:  # the keys are those of the last part
+            self.begin_part(trainer)
         sample_random.end()
+
+    def on_train_end(self, *_: Any) -> None:
         forget_keys(self._dropouts)
 
     def on_validation_batch_start(
@@ -320,10 +329,16 @@ class RandomNumbers(L.Callback):
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         sample_random.check()
-        self.on_train_batch_end()
+        sample_random.end()
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Seed what hooks of its end draw: the number and the seeds of the batches depend on the hardware."""
+        forget_keys(self._dropouts)
+        seed_generators(self._seed(EVALUATION, EPOCH_END, 0), pl_module.device.type)
 
     on_test_batch_start = on_validation_batch_start
     on_test_batch_end = on_validation_batch_end
+    on_test_epoch_end = on_validation_epoch_end
 
     def teardown(self, *_: Any, **__: Any) -> None:
         release()

@@ -37,6 +37,9 @@ class Drawing(L.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.draw("validation_step")
 
+    def on_validation_epoch_end(self) -> None:
+        self.draw("on_validation_epoch_end")
+
     def on_train_epoch_end(self) -> None:
         self.draw("on_train_epoch_end")
 
@@ -71,6 +74,42 @@ def test_batches_of_an_evaluation_have_other_numbers_of_torch(options: dict[str,
     batches = len(of_torch) // 3
     assert of_torch == of_torch[:batches] * 3
     assert len(set(of_torch)) == batches >= 6
+
+
+@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, BIT_EXACT], ids=["divided", "one by one"])
+def test_the_end_of_an_evaluation_draws_the_same_numbers_on_any_hardware(options: dict[str, Any], folder: Path) -> None:
+    """Its batches have other seeds on one process than where they are divided."""
+    hook = "on_validation_epoch_end"
+    assert drawn(folder / "one", hook) == drawn(folder / "other", hook, **options)
+
+
+class AfterStep(Drawing):
+    """Computes the batch again, with dropout, in the hook of its end."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.net, self.outputs = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 1)), list[float]()  # type: ignore[assignment]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(float(self.net(batch[0]).detach().double().sum()))
+
+
+def test_dropout_at_the_end_of_a_batch_has_the_same_masks_on_any_hardware(folder: Path) -> None:
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    samples, outputs = TensorDataset(torch.randn(16, 4)), []
+    for accumulate in (1, 2):
+        trainer = onecurve.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=2,
+            accumulate_grad_batches=accumulate,
+            default_root_dir=folder / str(accumulate),
+            **quiet,
+        )
+        module = AfterStep()
+        trainer.fit(module, DataLoader(samples, 8, shuffle=True))
+        outputs.append(module.outputs)
+    assert outputs[1] == pytest.approx(outputs[0], rel=1e-4, abs=1e-5)
 
 
 class Noise(Dataset[Tensor]):
