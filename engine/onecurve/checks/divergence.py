@@ -14,22 +14,22 @@ from onecurve.observe.steps import is_log_point, trained_steps
 class FiniteCheck(L.Callback):
     """Stops a run that has diverged.
 
-    The loss is checked at every log point, where all ranks stop together: `train/loss` of a module that takes weighted
-    batches and logs it, or else what the step returns. All weights are checked before a checkpoint is saved. If ranks
-    hold different weights, one rank may stop alone; the launcher then ends the others.
+    The loss is checked at every log point: what the step returns, where all ranks stop together, or `train/loss` of a
+    module that takes weighted batches, which is the same on every rank. All weights are checked before a checkpoint is
+    saved. If ranks hold different weights, or no `train/loss` is logged, one rank may stop alone; the launcher then
+    ends the others.
     """
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
         if not is_log_point(trainer, trained_steps(trainer)):
             return
-        loss, name = outputs.get("loss", 0.0) if isinstance(outputs, dict) else 0.0, ""
-        if getattr(pl_module, "takes_batch", False) and "train/loss" in (logged := trainer.callback_metrics):
-            loss, name = logged["train/loss"], "train/loss"
-        is_finite = math.isfinite(float(loss))
-        # Each rank asks the others: a module may log `train/loss` on some of them only.
-        if not trainer.strategy.reduce_boolean_decision(is_finite):
-            is_named = name and not is_finite
-            raise _divergence(trainer, f"{name} is {float(loss)}" if is_named else "the training loss is not finite")
+        loss = outputs.get("loss", 0.0) if isinstance(outputs, dict) else 0.0
+        if getattr(pl_module, "takes_batch", False):  # without communication, as some ranks only may log the loss
+            loss = float(trainer.callback_metrics.get("train/loss", loss))
+            if not math.isfinite(loss):
+                raise _divergence(trainer, f"train/loss is {loss}")
+        elif not trainer.strategy.reduce_boolean_decision(math.isfinite(float(loss))):
+            raise _divergence(trainer, "the training loss is not finite")
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         for name, tensor in checkpoint["state_dict"].items():

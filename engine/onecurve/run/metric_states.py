@@ -1,7 +1,6 @@
 """The states of metrics: of each virtual rank while these are computed one by one, over all ranks, in checkpoints."""
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -34,7 +33,6 @@ from onecurve.patches.torchmetrics import (
 from onecurve.patches.torchmetrics import states as states_of
 
 _log = logging.getLogger(__name__)
-_OF_CALLBACK = "callback "  # what the names of a callback's metrics begin with
 _State = dict[str, Any]  # tensors, and lists of them, by the names of a metric's states
 
 
@@ -194,13 +192,10 @@ class MetricStates(L.Callback):
         rank = trainer.datamodule.parallel.dp_rank
         own = {name: {rank: states_of(metric)} for name, metric in metrics.items() if name not in of_virtual}
         own |= {name: virtual.states(name, metrics[name]) for name in metrics.keys() & of_virtual.keys()}
-        gathered = _gather(trainer, _on_cpu(own))
+        gathered, of_module = _gather(trainer, _on_cpu(own)), _metrics(pl_module)
         # Copies of the module in callbacks, such as WeightAveraging, have metrics that nothing updates.
-        states: dict[str, Any] = {
-            name: ranks
-            for name, ranks in gathered.items()
-            if not name.startswith(_OF_CALLBACK) or any(rank[COUNT] for rank in ranks)
-        }
+        used = [name for name, ranks in gathered.items() if name in of_module or any(rank[COUNT] for rank in ranks)]
+        states: dict[str, Any] = {name: gathered[name] for name in used}
         states |= {name: _reduce(metrics[name], states[name]) for name in states.keys() - of_virtual.keys()}
         checkpoint["metric_states"] = self._saved | states
 
@@ -312,11 +307,10 @@ def metrics_of(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Metri
 def _modules(trainer: L.Trainer, module: L.LightningModule) -> dict[str, nn.Module]:
     """Return the module, and the modules that are attributes of callbacks, by the prefix of the names in them."""
     modules: dict[str, nn.Module] = {"": module}
-    keys = Counter[str]()
-    for callback in cast(Any, trainer).callbacks:
-        key = callback.state_key
-        path = f"{_OF_CALLBACK}{key} {keys[key]}"  # also in a run that goes on with other ones around it
-        keys[key] += 1
+    callbacks = cast(Any, trainer).callbacks
+    keys = [callback.state_key for callback in callbacks]
+    for number, (callback, key) in enumerate(zip(callbacks, keys, strict=True)):
+        path = f"callback {key} {keys[:number].count(key)}"  # also in a run that goes on with other ones around it
         modules |= {f"{path}.{name}": one for name, one in vars(callback).items() if isinstance(one, nn.Module)}
     return modules
 

@@ -290,7 +290,8 @@ class Trainer(L.Trainer):
             with ended_here() if self._is_script and hasattr(sys, "ps1") else nullcontext():
                 yield
         finally:
-            seed_generators(int(hash_ints(self.seed, AFTER_STAGE, next(_stages))))
+            key = int(hash_ints(self.seed, AFTER_STAGE, next(_stages)))
+            seed_generators(key, self.strategy.root_device.type)
 
     def _warn_of_early_module(self) -> None:
         """Warn if nothing was drawn since this trainer has seeded the generators: the weights may be from before."""
