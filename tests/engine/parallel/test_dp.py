@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 
 from onecurve.errors import UserError
 from onecurve.parallel.dp import DP
+from tests.engine.random.test_dropout import TWO_VIEWS
 from tests.support.comparison import TOLERANCE, distances
 from tests.support.experiments import SHORT_RUN
 from tests.support.runs import Record, compose, fit
@@ -40,3 +41,10 @@ def test_refuses_what_copies_of_the_network_lose(
     monkeypatch.setattr(DP, "setup_environment", ParallelStrategy.setup_environment)
     with pytest.raises(UserError, match=f"strategy=dp .*{option.partition('=')[0]}"):
         fit(compose(folder, *small, *PARITY, option))
+
+
+def test_refuses_a_second_pass_with_dropout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copy of the network would have the masks of the first pass."""
+    monkeypatch.setattr(DP, "setup_environment", ParallelStrategy.setup_environment)
+    with pytest.raises(UserError, match="strategy=dp: a step calls `net` again"):
+        fit(compose(folder, *TWO_VIEWS, "+module.recomputes=false", "strategy=dp", "trainer.devices=2"))
