@@ -202,6 +202,10 @@ def test_an_evaluation_counts_the_samples() -> None:
     assert list(islice(evaluation(4, 4, (1,), 0).weights(), 3)) == [1.0, 1.0, 1.0]
 
 
+def test_an_evaluation_divides_no_batch_into_parts() -> None:
+    assert evaluation(4, 4, (1,), 0).parts_per_step == 1
+
+
 @pytest.mark.parametrize(
     ("count", "batch", "shares", "parts"),
     [

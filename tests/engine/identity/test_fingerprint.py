@@ -229,6 +229,21 @@ def test_a_continued_run_cannot_change_the_experiment(before: dict[str, Any], no
 
 
 @pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (["data.cache"], "or name data.cache in"),
+        (["data.cache", "module.log"], "or name data.cache, module.log in"),
+        (["data.batch_size", "module.log"], "or name module.log in"),
+        (["data.batch_size"], ""),
+    ],
+)
+def test_options_of_a_class_may_be_hardware(changes: list[str], named: str) -> None:
+    with pytest.raises(UserError) as caught:
+        continue_experiment(checkpoint(**dict.fromkeys(changes, 1)), current(**dict.fromkeys(changes, 2)), config())
+    assert ("hardware_options" in str(caught.value)) is bool(named) and named in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("before", "now", "code", "reason", "level"),
     [
         ({"optimizer.lr": 0.2}, {}, "code", "optimizer.lr=0.2 (now 0.1)", logging.INFO),

@@ -15,6 +15,7 @@ from onecurve.random.seeding import (
     EPOCH_START,
     EVALUATION,
     SETUP,
+    drawing_epoch,
     generator_states,
     refuse_draws,
     seed_generators,
@@ -27,6 +28,11 @@ from tests.support.draws import KEY, draws, expected_draws
 def test_a_key_seeds_all_generators(key: int) -> None:
     seed_generators(key)
     assert draws() == expected_draws(key)
+
+
+@pytest.mark.parametrize(("training", "expected"), [(True, 3), (False, EVALUATION)])
+def test_evaluations_draw_the_same_numbers_at_any_time(training: bool, expected: int) -> None:
+    assert drawing_epoch(SimpleNamespace(current_epoch=3, training=training)) == expected
 
 
 def test_numpy_draws_other_numbers_than_torch() -> None:
