@@ -47,6 +47,7 @@ from onecurve.random.seeding import (
 
 _ATTENTION, _MULTI_HEAD_ATTENTION = F.scaled_dot_product_attention, F.multi_head_attention_forward
 _BERNOULLI, _RANDN_LIKE = Tensor.bernoulli_, torch.randn_like
+_CALLS = 1  # without it a call would have the hash of a sample, since a step begins with the seed of its samples' keys
 _OTHERS = "a function such as torch.randn, F.rrelu, the dropout of nn.LSTM or F.dropout in a compiled network"
 
 
@@ -124,7 +125,7 @@ class SampleRandom:
         self.calls += 1
         number = self.call_seed
         torch.default_generator.manual_seed(torch.initial_seed() + 1)
-        return int(hash_ints(number))
+        return int(hash_ints(number, _CALLS))
 
     def check(self) -> None:
         """Raise a UserError if anything else has used torch's generators in a batch that is divided."""

@@ -166,3 +166,24 @@ def test_a_sample_that_comes_again_in_an_epoch_has_another_mask(folder: Path) ->
     trainer = onecurve.Trainer(accelerator="cpu", devices=1, max_epochs=1, logger=False, default_root_dir=folder)
     trainer.fit(module, DataLoader(samples, 1, sampler=repeated))
     assert len(module.masks) == len(set(module.masks)) == 16
+
+
+class Noisy(Drawing):
+    """Keeps the noise of each sample, which the step draws several times."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.noise = list[bytes]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for _ in range(4):
+            self.noise += [row.numpy().tobytes() for row in torch.randn_like(torch.ones(len(batch[0]), 8))]
+        return super().training_step(batch, batch_idx)
+
+
+def test_samples_and_calls_of_a_step_have_other_numbers(folder: Path) -> None:
+    """The fourth call for the third sample has other ones than the third call for the fourth."""
+    module = Noisy()
+    trainer = onecurve.Trainer(accelerator="cpu", devices=1, max_epochs=8, logger=False, default_root_dir=folder)
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(8, 4)), 4))
+    assert len(set(module.noise)) == len(module.noise) == 8 * 8 * 4
