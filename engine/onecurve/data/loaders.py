@@ -300,8 +300,11 @@ class EvaluationLoaders:
     """
 
     def __init__(self, name: str, loaders: Loaders, division: Division, seed: int, limit: int | float | None) -> None:
-        self.name, self.leaves, self.division, self.seed, self.limit = name, loaders.leaves, division, seed, limit
-        self.evaluated = self.leaves if limit != 0 and any(map(self._has_samples, self.leaves)) else []
+        self.name, self.leaves, self.division, self.limit = name, loaders.leaves, division, limit
+        # Each loader has numbers of its own: samples that a dataset draws are not those of training or another loader.
+        self.seeds = [int(hash_ints(seed, *name.encode(), number)) for number in range(len(loaders.leaves))]
+        has_samples = any(map(self._has_samples, self.leaves, self.seeds))
+        self.evaluated = self.leaves if limit != 0 and has_samples else []
         self._option = f"trainer.limit_{name}_batches"
         parallel = division.parallel
         self.parallel, self.ranks = parallel, [parallel.dp_rank]
@@ -313,29 +316,29 @@ class EvaluationLoaders:
     def of_rank(self, device: torch.device) -> Any:
         """Return the loader of this rank, or a list of several."""
         loaders: list[Any] = []
-        for loader in self.evaluated:
+        for loader, seed in zip(self.evaluated, self.seeds, strict=False):
             if isinstance(loader.dataset, IterableDataset):
-                loaders.append(self._stream(loader))
+                loaders.append(self._stream(loader, seed))
             else:
-                batches = self._batches(loader)
-                loaders.append(RankLoader(loader, batches, self.seed, device, self.division.is_divided))
+                batches = self._batches(loader, seed)
+                loaders.append(RankLoader(loader, batches, seed, device, self.division.is_divided))
         return loaders[0] if len(loaders) == 1 else loaders
 
     def check(self, takes_batch: bool) -> None:
         """Check that each rank has a sample in each batch, unless padding has a weight of zero; and can be gathered."""
-        for loader in self.evaluated:
+        for loader, seed in zip(self.evaluated, self.seeds, strict=False):
             may_pad = fetches_batches(loader.dataset) and (takes_batch or self.name == "predict")
             if not may_pad and not isinstance(loader.dataset, IterableDataset):
                 parts = self.division.accumulate if loader.batch_size else None
-                self._batches(loader).check_no_rank_is_empty(self.name, parts)
+                self._batches(loader, seed).check_no_rank_is_empty(self.name, parts)
 
-    def _has_samples(self, loader: DataLoader[Any]) -> bool:
+    def _has_samples(self, loader: DataLoader[Any], seed: int) -> bool:
         if has_batch_sampler(loader):
-            return len(order_of(loader, self.seed, EVALUATION)) > 0
+            return len(order_of(loader, seed, EVALUATION)) > 0
         return isinstance(loader.dataset, IterableDataset) or len(cast(Any, loader.sampler)) > 0
 
-    def _batches(self, loader: DataLoader[Any]) -> EvaluationBatches:
-        order, unit = order_of(loader, self.seed, EVALUATION), self._unit(loader)
+    def _batches(self, loader: DataLoader[Any], seed: int) -> EvaluationBatches:
+        order, unit = order_of(loader, seed, EVALUATION), self._unit(loader)
         if not isinstance(order, Tensor):
             order, unit = torch.cat([torch.arange(0), *order]), max(map(len, order), default=1)
         count = apply_limit(self._option, self.limit, len(order), unit)
@@ -343,10 +346,10 @@ class EvaluationLoaders:
         size = unit if disables_batching(loader) else unit // self.division.accumulate
         return EvaluationBatches(order[:count], size, self.parallel, self.ranks)
 
-    def _stream(self, loader: DataLoader[Any]) -> StreamLoader:
+    def _stream(self, loader: DataLoader[Any], seed: int) -> StreamLoader:
         samples, unit = length_of_stream(loader.dataset), self._unit(loader)
         steps = apply_limit(self._option, self.limit, None if samples is None else -(-samples // unit))
-        return StreamLoader(loader, unit, self._divide, steps, self.seed, self.division.is_divided, evaluates=True)
+        return StreamLoader(loader, unit, self._divide, steps, seed, self.division.is_divided, evaluates=True)
 
     def _divide(self, count: int) -> Sequence[Tensor]:
         """Return the positions of this rank in so many samples of a stream."""

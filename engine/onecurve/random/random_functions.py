@@ -38,7 +38,6 @@ from onecurve.random.hashing import hash_ints, normal
 from onecurve.random.seeding import (
     EPOCH_END,
     EPOCH_START,
-    EVALUATION,
     drawing_epoch,
     seed_generators,
     seed_torch,
@@ -247,7 +246,7 @@ class RandomNumbers(L.Callback):
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._dropouts: list[SampleDropout] = []
-        self._step = 0  # of the epoch
+        self._step = 0  # of the epoch; in an evaluation the number of the loader
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Seed the weights that the module makes in `setup` and `configure_model`."""
@@ -317,7 +316,8 @@ class RandomNumbers(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         # The number of a batch depends on the accumulation, the keys do not.
-        shared = self._seed(drawing_epoch(trainer), 0)
+        self._step = dataloader_idx
+        shared = self._seed(drawing_epoch(trainer), dataloader_idx)
         self._begin(trainer, shared)
         if not sample_random.is_divided:  # where torch's other functions may draw, batches are the same on any hardware
             data: Any = trainer.datamodule
@@ -335,7 +335,7 @@ class RandomNumbers(L.Callback):
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Seed what hooks of its end draw: the number and the seeds of the batches depend on the hardware."""
         forget_keys(self._dropouts)
-        seed_generators(self._seed(EVALUATION, EPOCH_END, 0), pl_module.device.type)
+        seed_generators(self._seed(drawing_epoch(trainer), EPOCH_END, 0), pl_module.device.type)
 
     on_test_batch_start = on_validation_batch_start
     on_test_batch_end = on_validation_batch_end
@@ -361,5 +361,4 @@ class RandomNumbers(L.Callback):
 
     def _keys(self, trainer: L.Trainer, samples: Tensor) -> Tensor:
         """Return the keys of (n,) samples in the present step, (n,): a sample may come again in other steps."""
-        step = self._step if trainer.training else 0  # the number of a batch of an evaluation depends on the hardware
-        return hash_ints(self.seed, drawing_epoch(trainer), step, samples)
+        return hash_ints(self.seed, drawing_epoch(trainer), self._step, samples)

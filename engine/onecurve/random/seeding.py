@@ -10,12 +10,14 @@ import torch
 
 from onecurve.errors import UserError
 
-EVALUATION, SETUP, EPOCH_START, EPOCH_END, AFTER_STAGE = -1, -2, -3, -4, -5  # in place of an epoch
+EVALUATION, SETUP, EPOCH_START, EPOCH_END, AFTER_STAGE, TEST = -1, -2, -3, -4, -5, -6  # in place of an epoch
 FETCHING = -1  # after the place of a sample, whose key would otherwise be that of the step of the same number
 
 
 def drawing_epoch(trainer: Any) -> int:
     """Return the epoch by which a batch draws; evaluations of the same weights draw the same numbers at any time."""
+    if trainer.testing:
+        return TEST
     return trainer.current_epoch if trainer.training else EVALUATION
 
 

@@ -1,6 +1,7 @@
 """Samples, steps and hooks draw other numbers each time, as in plain Lightning."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import onecurve
 
@@ -187,3 +188,30 @@ def test_samples_and_calls_of_a_step_have_other_numbers(folder: Path) -> None:
     trainer = onecurve.Trainer(accelerator="cpu", devices=1, max_epochs=8, logger=False, default_root_dir=folder)
     trainer.fit(module, DataLoader(TensorDataset(torch.randn(8, 4)), 4))
     assert len(set(module.noise)) == len(module.noise) == 8 * 8 * 4
+
+
+class NoiseStream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return (Noise()[0] for _ in range(6))
+
+
+class Collecting(Comparing):
+    """Collects what the datasets of all stages draw, and the noise of each sample of an evaluation."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.drawn += batch.tolist() + torch.randn_like(batch).tolist()
+
+    test_step = validation_step
+
+
+@pytest.mark.parametrize("kind", [Noise, NoiseStream])
+def test_loaders_and_stages_have_other_samples(kind: Any, folder: Path) -> None:
+    """A dataset may make its samples: those of a validation must not be the ones that are trained, or tested."""
+    trainer = onecurve.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, num_sanity_val_steps=0, logger=False, default_root_dir=folder
+    )
+    module, loaders = Collecting(""), [DataLoader(kind(), batch_size=3) for _ in range(2)]
+    trainer.fit(module, DataLoader(kind(), batch_size=3), loaders)
+    trainer.test(module, loaders)
+    assert len(module.drawn) == 6 + 2 * 4 * 6
+    assert all(len(set(numbers)) == len(module.drawn) for numbers in zip(*module.drawn, strict=True))
