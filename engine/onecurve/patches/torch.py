@@ -57,6 +57,18 @@ foreach_norm: Callable[..., Any] = torch._foreach_norm
 foreach_reciprocal: Callable[..., Any] = torch._foreach_reciprocal
 
 
+def is_in_vmap() -> bool:
+    """Return whether `torch.vmap` calls a function, whose tensors do not show the dimension over which it maps.
+
+    A compiled network counts as outside. (torch/_functorch/pyfunctorch.py, `retrieve_all_functorch_interpreters`)
+    """
+    if torch.compiler.is_compiling():
+        return False
+    functorch: Any = torch._C._functorch
+    transforms = functorch.get_interpreter_stack() or ()
+    return any(one.key() == functorch.TransformType.Vmap for one in transforms)
+
+
 def is_conversion(operator: Any) -> bool:
     """Return whether an operator converts the type of a tensor, as autocast does with weights."""
     return operator is torch.ops.aten._to_copy

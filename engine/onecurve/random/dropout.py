@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from onecurve.network.compilation import constant
+from onecurve.patches.torch import is_in_vmap
 from onecurve.random.hashing import hash_elements, hash_ints
 
 # Each call of a layer adds it to the seed of torch's CPU generator, which reads the lowest 32 bits; a function adds 1.
@@ -41,7 +42,7 @@ class SampleDropout(nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:
         hashes = self.sample_hash
-        if hashes is None or len(input) != len(hashes) or not (self.training and 0 < self.p < 1):
+        if hashes is None or len(input) != len(hashes) or not (self.training and 0 < self.p < 1) or is_in_vmap():
             return super().forward(input)
         if number := self.begin_call():
             assert self.keys is not None

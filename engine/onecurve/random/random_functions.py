@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onecurve.errors import UserError
-from onecurve.patches.torch import attention_weights
+from onecurve.patches.torch import attention_weights, is_in_vmap
 from onecurve.random.dropout import (
     CALL,
     SampleDropout,
@@ -101,10 +101,13 @@ class SampleRandom:
         self.make_keys, self.is_divided = None, False
 
     def has_row_per_sample(self, values: Tensor, name: str) -> bool:
-        """Return whether a function draws for the rows of a tensor; in a compiled network torch's own draws."""
+        """Return whether a function draws for the rows of a tensor.
+
+        In a compiled network torch's own draws; so does it under `torch.vmap`, as for each member of an ensemble.
+        """
         if self.make_keys is None or torch.compiler.is_compiling():
             return False
-        if values.ndim and len(values) == len(self.keys):
+        if values.ndim and len(values) == len(self.keys) and not is_in_vmap():
             return True
         if self.is_divided:
             raise self.refusal(f"{name} on a tensor of shape {list(values.shape)}")

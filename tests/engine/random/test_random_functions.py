@@ -173,3 +173,26 @@ def test_a_block_that_is_computed_again_has_the_same_numbers() -> None:
     first, again = seen
     assert torch.equal(first, again)
     assert 0 < (first == 0).sum() < first.numel()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [nn.Dropout(0.3), lambda x: F.dropout(x, 0.3), torch.randn_like],
+    ids="layer function noise".split(),
+)
+def test_members_of_an_ensemble_draw_other_numbers(function: Any) -> None:
+    """torch.vmap computes them on the same samples; where samples are divided it has no numbers by sample."""
+
+    def members(values: Tensor, **options: Any) -> Tensor:
+        net = nn.Sequential(function) if isinstance(function, nn.Module) else function
+        if isinstance(net, nn.Module):
+            use_sample_dropout(net)
+            set_keys(dropouts(net), hash_ints(0, 0, torch.arange(len(values))))
+        return torch.vmap(lambda scale: net(values * scale), **options)(torch.ones(2, 1, 1, dtype=torch.float64))
+
+    first, second = draw(lambda x: members(x, randomness="different"), TOKENS, torch.arange(SAMPLES))
+    assert not torch.equal(first, second)
+    with pytest.raises(RuntimeError, match="randomness error"):
+        draw(members, TOKENS, torch.arange(SAMPLES))
+    with pytest.raises(UserError, match="draws numbers that would depend"):
+        draw(lambda x: members(x, randomness="different"), TOKENS, torch.arange(6))
