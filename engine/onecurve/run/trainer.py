@@ -283,6 +283,11 @@ class Trainer(L.Trainer):
         self.final_metrics |= self.callback_metrics
         return result
 
+    @property
+    def enable_validation(self) -> bool:
+        """Whether an epoch has a validation, before which Lightning resets the gradients: not without samples."""
+        return super().enable_validation and (self._data is None or self._data.evaluates("val"))
+
     @contextmanager
     def _stage(self) -> Iterator[None]:
         """Return a context for a stage, after which a notebook goes on, and a script draws other numbers each time."""

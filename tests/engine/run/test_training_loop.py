@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import lightning as L
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import LambdaCallback, Timer
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
@@ -84,3 +85,34 @@ class Own(L.Callback):
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.steps.append("own")
+
+
+class Accumulating(BoringModel):
+    """Adds up gradients itself, of which the last of an epoch waits for the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(self(batch)))
+        if batch_idx == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_gradients_stay_at_the_end_of_an_epoch_without_validation(folder: Path) -> None:
+    """Lightning resets them before a validation."""
+    options: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 3, "limit_val_batches": 0, "logger": False}
+    weights, loader = [], DataLoader(RandomDataset(32, 16), batch_size=8)
+    for kind in (L.Trainer, onecurve.Trainer):
+        trainer: Any = kind(default_root_dir=folder / kind.__module__, **options)
+        torch.manual_seed(0)
+        module = Accumulating()
+        trainer.fit(module, loader)
+        weights.append(module.layer.weight)
+    assert torch.equal(*weights)
