@@ -47,7 +47,8 @@ class SampleDropout(nn.Dropout):
         if number := self.begin_call():
             assert self.keys is not None
             hashes = hash_samples(self.keys, self.salt ^ int(hash_ints(number)))
-        return input * keep_mask(hashes, input.shape, self.p) / (1 - self.p)
+        mask = keep_mask(hashes, input.shape, self.p)
+        return input.mul_(mask).div_(1 - self.p) if self.inplace else input * mask / (1 - self.p)
 
     def begin_call(self) -> int:
         """Return the number of the call in the step, and leave the generator with another seed.

@@ -169,17 +169,21 @@ def _dropout_of(name: str) -> Callable[..., Tensor]:
 def _bernoulli_(self: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
     if isinstance(p, float | int) and p in (0, 1):
         return self.fill_(p)  # without a draw
-    is_plain = isinstance(p, float) and generator is None
+    is_plain = isinstance(p, float) and 0 < p < 1 and generator is None
     if not (is_plain and sample_random.has_row_per_sample(self, "bernoulli_")):
         return _BERNOULLI(self, p, generator=generator)
     return self.copy_(sample_random.keep_mask(self.shape, 1 - p))
 
 
 @functools.wraps(_RANDN_LIKE)
-def _randn_like(input: Tensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
-    if not sample_random.has_row_per_sample(input, "torch.randn_like"):
-        return _RANDN_LIKE(input, dtype=dtype, device=device, **options)
-    return sample_random.normal(input.shape).to(device or input.device, dtype or input.dtype)
+def _randn_like(
+    input: Tensor, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **options: Any
+) -> Tensor:
+    kind = dtype or input.dtype
+    is_plain = kind.is_floating_point and options.get("generator") is None
+    if not (is_plain and sample_random.has_row_per_sample(input, "torch.randn_like")):
+        return _RANDN_LIKE(input, dtype=dtype, device=device, requires_grad=requires_grad, **options)
+    return sample_random.normal(input.shape).to(device or input.device, kind).requires_grad_(requires_grad)
 
 
 @functools.wraps(_ATTENTION)

@@ -196,3 +196,37 @@ def test_members_of_an_ensemble_draw_other_numbers(function: Any) -> None:
         draw(members, TOKENS, torch.arange(SAMPLES))
     with pytest.raises(UserError, match="draws numbers that would depend"):
         draw(lambda x: members(x, randomness="different"), TOKENS, torch.arange(6))
+
+
+def test_noise_has_the_options_of_torch() -> None:
+    """A generator of the user's gives the numbers, and complex noise has an imaginary part."""
+
+    def noise(**options: Any) -> Callable[[Tensor], Tensor]:
+        return lambda x: torch.view_as_real(torch.randn_like(torch.complex(x, x), **options))
+
+    first, second = (draw(noise(), TOKENS, torch.arange(SAMPLES)).std((0, 1, 2)) for _ in range(2))
+    assert first.tolist() == second.tolist() == pytest.approx([0.5**0.5] * 2, rel=0.2)
+    seed = torch.Generator().manual_seed
+    assert torch.equal(
+        draw(lambda x: torch.randn_like(x, generator=seed(1)), TOKENS, torch.arange(SAMPLES)),
+        torch.randn_like(TOKENS, generator=seed(1)),
+    )
+
+    def check(x: Tensor) -> Tensor:
+        assert torch.randn_like(x, requires_grad=True).requires_grad
+        with pytest.raises(RuntimeError, match="expects p to be in"):
+            x.bernoulli_(1.5)
+        return x
+
+    draw(check, TOKENS, torch.arange(SAMPLES))
+
+
+def test_a_layer_drops_in_place_as_in_torch() -> None:
+    """So a branch that is added to its own input drops both."""
+    net = nn.Sequential(nn.Dropout(0.3, inplace=True))
+    use_sample_dropout(net)
+    set_keys(dropouts(net), hash_ints(0, 0, torch.arange(SAMPLES)))
+    values = torch.ones(SAMPLES, 8)
+    dropped = net(values)
+    assert dropped is values
+    assert values.unique().tolist() == pytest.approx([0, 1 / 0.7])
