@@ -3,6 +3,7 @@
 The batches of training loaders are divided into the parts of a step. In an evaluation each sample belongs to one rank.
 """
 
+import logging
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -16,7 +17,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from onecurve.data.batch import StepParts, combine
 from onecurve.data.batch_samplers import EvaluationBatches, TrainingBatches, apply_limit
@@ -30,6 +31,7 @@ from onecurve.patches.torch import TreeSpec, tree_flatten, tree_unflatten
 from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import EVALUATION, seed_generators
 
+_log = logging.getLogger(__name__)
 _OPTION = "trainer.limit_train_batches"
 
 
@@ -113,6 +115,8 @@ class TrainingLoaders:
         self.has_one_size = len(self.sources) == 1 and not first.has_batch_sampler
         for source in self.sources:
             _check(source, loaders.method)
+            if limit is None:
+                _warn_of_rest(source, loaders.method)
 
     @cached_property
     def steps(self) -> int | None:
@@ -276,6 +280,18 @@ def _check(source: _Source, method: str) -> None:
         source.division.positions(source.batch_size)
     if not isinstance(source, _Stream):
         check_repeatable(source.loader, source.seed, method)
+
+
+def _warn_of_rest(source: _Source, method: str) -> None:
+    """Warn of samples that are left at the end of each epoch, as a loader in one order leaves the same ones."""
+    rest = (source.samples or 0) % source.batch_size
+    has_one_order = isinstance(sampler_of(source.loader), SequentialSampler)
+    if rest and has_one_order and not source.loader.drop_last:
+        _log.warning(
+            "%s: the last %d of %d samples are never trained, because an epoch takes whole batches and the loader does "
+            "not shuffle: set shuffle=True, or a batch_size that divides them",
+            *(method, rest, source.samples),
+        )
 
 
 def _source(loader: DataLoader[Any], division: Division, seed: int) -> _Source:

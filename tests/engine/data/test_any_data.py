@@ -192,7 +192,7 @@ def test_warns_of_a_generator_that_it_cannot_seed(
     dataset: Any, warns: bool, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("WARNING", "onecurve")
-    set_up(DataLoader(dataset, 16), folder)
+    set_up(DataLoader(dataset, 10), folder)
     found = [text for name, _, text in caplog.record_tuples if name.startswith("onecurve.")]
     assert ["OwnGenerator has a random generator or a state of its own" in text for text in found] == [True] * warns
 

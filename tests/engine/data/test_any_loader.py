@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 import onecurve
@@ -403,3 +403,14 @@ def test_names_a_stream_that_training_changes(is_adding: bool, folder: Path, cap
     trainer = onecurve.Trainer(default_root_dir=folder, max_epochs=2, limit_val_batches=0, logger=False)
     trainer.fit(module, DataLoader(replay, 4))
     assert ("training has changed Replay while a worker read it" in caplog.text) == is_adding
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"drop_last": True}], ids=["in order", "shuffled", "left"])
+def test_names_samples_that_are_never_trained(
+    options: dict[str, Any], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = onecurve.Trainer(accelerator="cpu", max_epochs=1, limit_val_batches=0, default_root_dir=folder)
+    module, loader = BoringModel(), DataLoader(RandomDataset(32, 10), batch_size=4, **options)
+    trainer.fit(module, loader)
+    assert ("the last 2 of 10 samples are never trained" in caplog.text) == (not options)
+    assert len(list(trainer.datamodule.plain.train_dataloader())) == len(loader)  # the loader itself, for hooks
