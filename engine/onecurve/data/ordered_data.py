@@ -329,7 +329,7 @@ class OrderedData(L.LightningDataModule):
         """
         every = self.trainer.reload_dataloaders_every_n_epochs if self.trainer.state.fn == "fit" else 0
         epoch = self.trainer.current_epoch // every * every if every else 0
-        seed = int(hash_ints(self.run_seed, SETUP, epoch))
+        seed = int(hash_ints(self.run_seed, SETUP, epoch, *name.encode()))  # or they would make the same samples
         loaders, limit = loaders_of(self.plain, name, seed), self.limits.get(name)
         if name != "train":
             self._evaluation[name] = EvaluationLoaders(name, loaders, self.division, self.run_seed, limit)

@@ -215,3 +215,22 @@ def test_loaders_and_stages_have_other_samples(kind: Any, folder: Path) -> None:
     trainer.test(module, loaders)
     assert len(module.drawn) == 6 + 2 * 4 * 6
     assert all(len(set(numbers)) == len(module.drawn) for numbers in zip(*module.drawn, strict=True))
+
+
+class MadeNoise(L.LightningDataModule):
+    """Makes the samples of each loader where it returns it."""
+
+    def loader(self) -> DataLoader[Any]:
+        return DataLoader(torch.stack([Noise()[0] for _ in range(6)]), batch_size=3)  # type: ignore[arg-type]
+
+    train_dataloader = val_dataloader = test_dataloader = loader
+
+
+def test_methods_of_a_data_module_make_other_samples(folder: Path) -> None:
+    trainer = onecurve.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, num_sanity_val_steps=0, logger=False, default_root_dir=folder
+    )
+    module = Collecting("")
+    trainer.fit(module, datamodule=MadeNoise())
+    trainer.test(module, datamodule=MadeNoise())
+    assert all(len(set(numbers)) == len(module.drawn) == 6 + 2 * 12 for numbers in zip(*module.drawn, strict=True))
