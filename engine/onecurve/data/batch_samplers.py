@@ -62,15 +62,12 @@ class TrainingBatches(EpochStart, Sampler[Tensor]):
         return self.steps * self.parts_per_step
 
     def __iter__(self) -> Iterator[Tensor]:
-        yield from self.table()
+        """Yield the rest of the epoch as indices in the dataset: one batch of this rank each."""
+        return (batch[part] for _, batch, part in self._parts())
 
     def places(self) -> Iterator[Tensor]:
-        """Yield the rest of the epoch as places in its order: one batch of this rank each."""
+        """Yield the places of these batches in the order of the epoch."""
         return (first + part for first, _, part in self._parts())
-
-    def table(self) -> Iterator[Tensor]:
-        """Yield the indices in the dataset at these places."""
-        return (batch[part] for _, batch, part in self._parts())
 
     def weights(self) -> Iterator[float]:
         """Yield the samples of each batch, relative to their mean over the ranks."""
@@ -119,14 +116,16 @@ class EvaluationBatches(Sampler[Tensor]):
         return self.batches * len(self.firsts)
 
     def __iter__(self) -> Iterator[Tensor]:
-        yield from self.table()
+        """Yield indices in the dataset, and -1 for padding: one batch of a rank each."""
+        padded = torch.cat([self.order, torch.tensor([-1])])
+        return (padded[places] for places in self.places())
 
     def weights(self) -> Iterator[float]:
         """Return the weight of each batch: an evaluation counts the samples."""
         return repeat(1.0)
 
     def places(self) -> list[Tensor]:
-        """Return places in the order, and -1 for padding: one batch of a rank each."""
+        """Return the places of these batches in the order, and -1 for padding."""
         missing = self.total_rounds * self.samples_per_round - self.num_samples
         places = F.pad(torch.arange(self.num_samples), (0, missing), value=-1)
         rounds = places.view(self.total_rounds, self.samples_per_round)
@@ -134,11 +133,6 @@ class EvaluationBatches(Sampler[Tensor]):
         sizes = [self.rounds - 1] * shorter + [self.rounds] * (self.batches - shorter)
         own = [batch[:, first : first + self.share] for batch in rounds.split(sizes) for first in self.firsts]
         return [F.pad(rows, (0, 0, 0, self.rounds - len(rows)), value=-1).flatten() for rows in own]
-
-    def table(self) -> list[Tensor]:
-        """Return the indices in the dataset at these places, and -1 for padding."""
-        padded = torch.cat([self.order, torch.tensor([-1])])
-        return [padded[places] for places in self.places()]
 
     def check_no_rank_is_empty(self, split: str, parts: int | None = None) -> None:
         """Check that each batch of each rank has a sample.

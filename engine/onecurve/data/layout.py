@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any
 from unittest import mock
 
-import lightning as L
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -61,19 +60,6 @@ class DataParallelInfo:
 
 
 SINGLE_PROCESS = DataParallelInfo()
-
-
-def data_parallel_info(trainer: L.Trainer | None) -> DataParallelInfo:
-    """Return the strategy's division of the data; without a trainer, that of a single process."""
-    kwargs: dict[str, Any] = (trainer and trainer.distributed_sampler_kwargs) or {"num_replicas": 1, "rank": 0}
-    shares = kwargs.get("shares")
-    return DataParallelInfo(
-        kwargs["num_replicas"],
-        kwargs["rank"],
-        kwargs.get("num_microbatches", 1),
-        tuple(shares) if shares else None,
-        kwargs.get("in_turn", False),
-    )
 
 
 @contextmanager
@@ -219,31 +205,6 @@ def _multiples(batch_size: int, divisor: int) -> str:
     return f"{below} or {below + divisor}" if below else f"{divisor}"
 
 
-def virtual_layouts(
-    batch_size: int, parallel: DataParallelInfo, count: int, has_pairs: bool = False
-) -> list[BatchLayout]:
-    """Return the layouts of those of `count` virtual ranks that a rank computes: those of the ranks of a larger run.
-
-    Raises:
-        UserError: if the virtual ranks do not divide the batch, or a rank would have none.
-    """
-    samples = 2 * count if has_pairs else count
-    if count & (count - 1):
-        raise UserError(f"bit_exact=true: virtual_ranks={count} must be a power of two")
-    if batch_size % samples:
-        raise UserError(
-            f"bit_exact=true: {samples} must divide data.batch_size={batch_size}, for virtual_ranks={count}: set the "
-            f"batch size {_multiples(batch_size, samples)}, or other virtual_ranks"
-        )
-    if not all(parallel.virtual_ranks(count, rank) for rank in range(parallel.dp_size)):
-        raise UserError(
-            f"bit_exact=true: virtual_ranks={count} leaves one of {parallel.dp_size} data-parallel ranks without one: "
-            "use fewer trainer.devices, or raise virtual_ranks, which is another experiment"
-        )
-    own = parallel.virtual_ranks(count)
-    return [BatchLayout(batch_size, DataParallelInfo(count, number), has_pairs=has_pairs) for number in own]
-
-
 @dataclass(frozen=True)
 class Division:
     """The division of the global batches of training into the parts that each rank computes.
@@ -263,10 +224,32 @@ class Division:
     has_pairs: bool = False
 
     def layouts(self, batch_size: int) -> list[BatchLayout]:
-        """Return the layouts of a global batch: one of this rank, or one of each of its virtual ranks."""
-        if self.bit_exact:
-            return virtual_layouts(batch_size, self.parallel, self.virtual_ranks, self.has_pairs)
-        return [BatchLayout(batch_size, self.parallel, self.accumulate, self.virtual_ranks, self.has_pairs)]
+        """Return the layouts of a global batch: one of this rank, or one of each of its virtual ranks.
+
+        Those are the ranks of a larger run.
+        """
+        if not self.bit_exact:
+            return [BatchLayout(batch_size, self.parallel, self.accumulate, self.virtual_ranks, self.has_pairs)]
+        self._check_virtual_ranks(batch_size)
+        ranks = [DataParallelInfo(self.virtual_ranks, number) for number in self.own_virtual_ranks]
+        return [BatchLayout(batch_size, rank, has_pairs=self.has_pairs) for rank in ranks]
+
+    def _check_virtual_ranks(self, batch_size: int) -> None:
+        """Check that the virtual ranks divide the batch, and that each rank has one."""
+        count, parallel = self.virtual_ranks, self.parallel
+        samples = 2 * count if self.has_pairs else count
+        if count & (count - 1):
+            raise UserError(f"bit_exact=true: virtual_ranks={count} must be a power of two")
+        if batch_size % samples:
+            raise UserError(
+                f"bit_exact=true: {samples} must divide data.batch_size={batch_size}, for virtual_ranks={count}: set "
+                f"the batch size {_multiples(batch_size, samples)}, or other virtual_ranks"
+            )
+        if not all(parallel.virtual_ranks(count, rank) for rank in range(parallel.dp_size)):
+            raise UserError(
+                f"bit_exact=true: virtual_ranks={count} leaves one of {parallel.dp_size} data-parallel ranks without "
+                "one: use fewer trainer.devices, or raise virtual_ranks, which is another experiment"
+            )
 
     def positions(self, batch_size: int) -> Tensor:
         """Return the positions of this rank in a global batch, (parts, n)."""

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from onecurve.data.batch import Batch, StepPart, StepParts, batch_of_hooks, combine, constant_weights
 from onecurve.data.batch_samplers import total_steps
-from onecurve.data.layout import BatchLayout, DataParallelInfo, Division, alone, data_parallel_info
+from onecurve.data.layout import BatchLayout, DataParallelInfo, Division, alone
 from onecurve.data.loaders import EvaluationLoaders, TrainingLoaders, loaders_of
 from onecurve.data.module_data import ModuleTrainer, OneProcess
 from onecurve.data.rank_loader import examples
@@ -45,12 +45,9 @@ class OrderedData(L.LightningDataModule):
         bit_exact: compute them one by one, not together.
 
     Attributes:
-        layout: the positions of each global batch that this rank trains; set by `setup` for training. With `bit_exact`,
-            those of its first virtual rank.
         parts: the parts of the current step.
     """
 
-    layout: BatchLayout
     plain: L.LightningDataModule
 
     def __init__(
@@ -223,14 +220,27 @@ class OrderedData(L.LightningDataModule):
 
     @property
     def parallel(self) -> DataParallelInfo:
-        """The strategy's division of batches among ranks and micro-batches."""
-        return data_parallel_info(self.trainer)
+        """The strategy's division of batches among ranks and micro-batches; without a trainer, that of one process."""
+        kwargs: dict[str, Any] = (self.trainer and self.trainer.distributed_sampler_kwargs) or {}
+        return DataParallelInfo(
+            kwargs.get("num_replicas", 1),
+            kwargs.get("rank", 0),
+            kwargs.get("num_microbatches", 1),
+            tuple(kwargs.get("shares") or ()) or None,
+            kwargs.get("in_turn", False),
+        )
 
     @property
     def division(self) -> Division:
         """The division of global batches into the parts of this rank."""
         has_pairs = getattr(self.plain, "has_pairs", False)
         return Division(self.parallel, self.accumulate, self.virtual_ranks, self.bit_exact, has_pairs)
+
+    @property
+    def layout(self) -> BatchLayout:
+        """The positions of each global batch that this rank trains, or its first virtual rank with `bit_exact`."""
+        assert self._training
+        return self._training.layout
 
     @property
     def global_batch_size(self) -> int:
@@ -336,7 +346,6 @@ class OrderedData(L.LightningDataModule):
             self._evaluation[name].check(self._takes_batch)
         elif loaders.leaves:
             self._training = TrainingLoaders(loaders, self.division, self.run_seed, limit)
-            self.layout = self._training.layout
 
     def _check_training(self) -> None:
         assert self._training

@@ -87,7 +87,7 @@ class RankLoader:
             with errors_of_workers():
                 yield from self._loader
             return
-        for _, of_one_size in groupby(self.sampler.table(), len):
+        for _, of_one_size in groupby(self.sampler, len):
             rows = torch.stack([*of_one_size])
             rows = rows.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else rows
             for batch in self.dataset.batches(rows):
@@ -104,7 +104,7 @@ class _KeyedBatches(Sampler[Tensor]):
         self.batches, self.seed, self.keep_padding = batches, seed, keep_padding
 
     def __iter__(self) -> Iterator[Tensor]:
-        for indices, places in zip(self.batches.table(), self.batches.places(), strict=True):
+        for indices, places in zip(self.batches, self.batches.places(), strict=True):
             batch = torch.stack([indices, hash_ints(self.seed, self.batches.epoch, places, FETCHING)])
             yield batch if self.keep_padding else batch[:, batch[0] >= 0]
 

@@ -15,8 +15,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from onecurve.data import layout
-from onecurve.data.layout import BatchLayout, DataParallelInfo
+from onecurve.data.layout import BatchLayout, DataParallelInfo, Division
 from onecurve.network.tensors import to_local
 from onecurve.parallel import gradients
 from onecurve.parallel.pipeline.schedules import SCHEDULES
@@ -123,9 +122,9 @@ def _add_shards(tensors: list[Tensor], device: torch.device, group: Any = None) 
     return squares.sqrt()
 
 
-def _shift_block(batch_size: int, parallel: DataParallelInfo, count: int, *options: Any) -> list[BatchLayout]:
+def _shift_block(self: Division, batch_size: int) -> list[BatchLayout]:
     """Give each process but the first the samples of the virtual ranks after its own."""
-    own = parallel.virtual_ranks(count)
+    own, count = self.own_virtual_ranks, self.virtual_ranks
     return [BatchLayout(batch_size, DataParallelInfo(count, (v + (own[0] > 0)) % count)) for v in own]
 
 
@@ -134,7 +133,7 @@ SABOTAGES: dict[str, tuple[Any, str, Any, list[str]]] = {
     "sums in the order of arrival": (TreeSum, "add", _add_as_they_arrive, WORLDS["ddp x3"]),
     "buffers of the pass before": (PassSums, "begin_forward", _keep_buffers, WORLDS["ddp x2"]),
     "a norm that processes add": (gradients, "order_free_norm", _add_shards, [*CLIPPED, *WORLDS["pipeline x2, 1f1b"]]),
-    "a block shifted by one": (layout, "virtual_layouts", _shift_block, WORLDS["ddp x2"]),
+    "a block shifted by one": (Division, "layouts", _shift_block, WORLDS["ddp x2"]),
 }
 
 

@@ -249,7 +249,7 @@ def test_order_of_samplers(folder: Path) -> None:
     assert set(torch.bincount(order(longer, 0)).tolist()) == {2, 3}
     weighted = WeightedRandomSampler([1.0] + 109 * [0.0], 32)
     batches = TrainingBatches(lambda epoch: order(weighted, epoch).split(16), Division(), 2)
-    assert set(torch.cat([*batches.table()]).tolist()) == {0}
+    assert set(torch.cat([*batches]).tolist()) == {0}
     fetched = RankLoader(DataLoader(POINTS, 16), batches, 0, CPU)
     assert len({tuple(point.tolist()) for (part,) in fetched for point in part.batch[0]}) == 32, "one sample, 32 noises"
 

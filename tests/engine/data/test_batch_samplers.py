@@ -95,7 +95,7 @@ def test_evaluation_counts_every_sample_once_by_shares(count: int, shares: tuple
     size, rounds = sum(shares), 32 // sum(shares)
     places = [DataParallelInfo(len(shares), rank, shares=shares) for rank in range(len(shares))]
     ranks = [EvaluationBatches(torch.arange(count), 32, place) for place in places]
-    tables = [torch.stack(rank.table()) if count else torch.empty(0, 0) for rank in ranks]
+    tables = [torch.stack([*rank]) if count else torch.empty(0, 0) for rank in ranks]
     indices = torch.cat([table.flatten() for table in tables])
     assert sorted(indices[indices >= 0].tolist()) == list(range(count))
     assert {len(table) for table in tables} == {math.ceil(count / rounds / size)}

@@ -84,7 +84,7 @@ def test_a_large_epoch_keeps_its_start() -> None:
 )
 def test_training_batches_of_a_rank(positions: list[list[int]], expected: list[list[int]]) -> None:
     batches = training(positions)
-    assert [batch.tolist() for batch in batches] == lists(batches.table()) == expected
+    assert [batch.tolist() for batch in batches] == lists(batches) == expected
     assert len(batches) == len(expected)
 
 
@@ -93,14 +93,14 @@ def test_a_resumed_epoch_begins_at_its_start(start: int, expected: list[int]) ->
     batches = training([[0, 1]])
     batches.start = start
     assert [place for places in batches.places() for place in places.tolist()] == expected
-    assert [place for rows in batches.table() for place in rows.tolist()] == [100 + place for place in expected]
+    assert [place for rows in batches for place in rows.tolist()] == [100 + place for place in expected]
     assert len(batches) == 2, "it counts the whole epoch"
 
 
 def test_training_batches_of_the_next_epoch() -> None:
     batches = training([[0, 3]])
     batches.set_epoch(1)
-    assert lists(batches.table()) == [[200, 203], [204, 207]]
+    assert lists(batches) == [[200, 203], [204, 207]]
 
 
 def test_weights_of_training_batches() -> None:
@@ -140,7 +140,7 @@ def test_one_given_batch_in_an_epoch() -> None:
 def test_given_batches_of_a_resumed_epoch(start: int, steps: int, expected: list[list[int]]) -> None:
     batches = TrainingBatches(given, EVENS, steps=steps)
     batches.start = start
-    assert lists(batches.table()) == expected
+    assert lists(batches) == expected
     assert len(list(batches.weights())) == len(expected)
 
 
@@ -174,7 +174,7 @@ def test_given_batches_are_one_virtual_rank_by_default() -> None:
 )
 def test_evaluation_batches(count: int, batch: int, shares: tuple[int, ...], expected: list[list[list[int]]]) -> None:
     ranks = [evaluation(count, batch, shares, rank) for rank in range(len(shares))]
-    assert [lists(rank.table()) for rank in ranks] == expected
+    assert [lists(rank) for rank in ranks] == expected
     assert [[rows.tolist() for rows in rank] for rank in ranks] == expected
     assert [len(rank) for rank in ranks] == [len(table) for table in expected]
 
@@ -188,14 +188,14 @@ def test_evaluation_without_a_sample_has_no_batch() -> None:
 
 def test_one_process_evaluates_the_batches_of_several_ranks_in_turn() -> None:
     batches = evaluation(7, 4, (1, 1), 0, 0, 1)
-    assert lists(batches.table()) == [[50, 52], [51, 53], [54, 56], [55, -1]]
+    assert lists(batches) == [[50, 52], [51, 53], [54, 56], [55, -1]]
     assert len(batches) == 4
     assert lists(batches.places()) == [[0, 2], [1, 3], [4, 6], [5, -1]]
-    assert lists(evaluation(7, 4, (1, 1), 0, 1).table()) == [[51, 53], [55, -1]]
+    assert lists(evaluation(7, 4, (1, 1), 0, 1)) == [[51, 53], [55, -1]]
 
 
 def test_equal_shares_are_the_default_in_evaluation() -> None:
-    assert lists(EvaluationBatches(torch.arange(4), 4, DataParallelInfo(2, 1)).table()) == [[1, 3]]
+    assert lists(EvaluationBatches(torch.arange(4), 4, DataParallelInfo(2, 1))) == [[1, 3]]
 
 
 def test_an_evaluation_counts_the_samples() -> None:
@@ -247,4 +247,4 @@ def test_a_batch_of_two_rounds_or_more_leaves_no_rank_empty(shares: tuple[int, .
         for batch in range(2 * sum(shares), 40):
             evaluation(count, batch, shares, 0).check_no_rank_is_empty("val")
             for rank in range(len(shares)):
-                assert all(rows.ge(0).any() for rows in evaluation(count, batch, shares, rank).table())
+                assert all(rows.ge(0).any() for rows in evaluation(count, batch, shares, rank))

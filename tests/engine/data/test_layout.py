@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,16 +17,19 @@ from onecurve.data.layout import (
     DataParallelInfo,
     Division,
     alone,
-    data_parallel_info,
     partners,
-    virtual_layouts,
 )
 from onecurve.data.module_data import OneProcess
+from onecurve.data.ordered_data import OrderedData
 from onecurve.errors import UserError
 
 
 def info(dp_size: int, dp_rank: int = 0, **options: Any) -> DataParallelInfo:
     return DataParallelInfo(dp_size, dp_rank, **options)
+
+
+def virtual(parallel: DataParallelInfo, count: int, has_pairs: bool = False) -> Division:
+    return Division(parallel, 1, count, bit_exact=True, has_pairs=has_pairs)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +70,12 @@ def test_virtual_ranks_of_another_rank(in_turn: bool, expected: list[int]) -> No
 )
 def test_division_of_a_strategy(kwargs: dict[str, Any] | None, expected: DataParallelInfo) -> None:
     trainer: Any = SimpleNamespace(distributed_sampler_kwargs=kwargs)
-    assert data_parallel_info(trainer) == expected
+    assert OrderedData.parallel.fget(SimpleNamespace(trainer=trainer)) == expected
 
 
-def test_a_module_without_a_trainer_has_one_process() -> None:
-    assert data_parallel_info(None) == SINGLE_PROCESS == DataParallelInfo(1, 0, 1, None, False)
+def test_data_without_a_trainer_have_one_process() -> None:
+    data = OrderedData(L.LightningDataModule(), seed=0, limits={})
+    assert data.parallel == SINGLE_PROCESS == DataParallelInfo(1, 0, 1, None, False)
 
 
 def test_one_process_stands_for_the_trainer() -> None:
@@ -249,9 +254,9 @@ def test_a_batch_of_one_sample_per_rank_is_accepted() -> None:
 
 
 def test_layouts_of_virtual_ranks() -> None:
-    assert [layout.positions.tolist() for layout in virtual_layouts(8, info(2, 1), 4)] == [[[2, 6]], [[3, 7]]]
-    assert [layout.positions.tolist() for layout in virtual_layouts(5, info(1), 1)] == [[[0, 1, 2, 3, 4]]]
-    (pair,) = virtual_layouts(4, info(2, 0), 2, has_pairs=True)
+    assert [layout.positions.tolist() for layout in virtual(info(2, 1), 4).layouts(8)] == [[[2, 6]], [[3, 7]]]
+    assert [layout.positions.tolist() for layout in virtual(info(1), 1).layouts(5)] == [[[0, 1, 2, 3, 4]]]
+    (pair,) = virtual(info(2, 0), 2, has_pairs=True).layouts(4)
     assert pair.partners.tolist() == [1, 0]
 
 
@@ -295,7 +300,7 @@ def test_messages_about_virtual_ranks(
     batch: int, parallel: DataParallelInfo, count: int, has_pairs: bool, message: str
 ) -> None:
     with pytest.raises(UserError) as caught:
-        virtual_layouts(batch, parallel, count, has_pairs)
+        virtual(parallel, count, has_pairs).layouts(batch)
     assert str(caught.value) == message
 
 

@@ -269,9 +269,9 @@ def test_callbacks_set_attributes_of_the_data_module(task: list[str]) -> None:
     plain = L.LightningDataModule()
     data = OrderedData(plain, 0, {})
     data.curriculum = 2
-    data.layout = data.trainer = None  # type: ignore[assignment]
+    data.parts = data.trainer = None  # type: ignore[assignment]
     assert vars(plain)["curriculum"] == 2 == data.curriculum
-    assert not hasattr(plain, "layout")
+    assert not hasattr(plain, "parts")
     assert copy.deepcopy(data).curriculum == 2
 
 

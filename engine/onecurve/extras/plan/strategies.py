@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onecurve.data.layout import BatchLayout, DataParallelInfo, virtual_layouts
+from onecurve.data.layout import BatchLayout, DataParallelInfo, Division
 from onecurve.errors import UserError
 from onecurve.extras.plan.profile import Operation, Part, Profile
 from onecurve.extras.plan.step import Collective, Estimate, Job
@@ -63,7 +63,8 @@ class OneDevice:
             check_can_be_bit_exact(self.strategy, count, self.job.ranks)
         parallel = replace(self._layout(0).parallel, num_microbatches=1, in_turn=self.sums_in_passes)
         of_rank = [parallel.virtual_ranks(count, rank) for rank in range(self.replicas)]
-        self.layout = virtual_layouts(self.job.layout.batch_size, parallel, count, self.job.layout.has_pairs)[0]
+        division = Division(parallel, 1, count, bit_exact=True, has_pairs=self.job.layout.has_pairs)
+        self.layout = division.layouts(self.job.layout.batch_size)[0]
         self.samples = int(self.layout.counts.sum(1).max())
         self.count = max(map(len, of_rank))
         self.nodes = max(len(nodes_of(own)) for own in of_rank)
