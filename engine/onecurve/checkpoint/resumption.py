@@ -9,7 +9,7 @@ from lightning.pytorch import callbacks
 
 from onecurve.checkpoint.optimizer_state import name_parameters, restore_by_name
 from onecurve.errors import UserError
-from onecurve.patches.lightning_loops import set_progress, set_steps_of_loggers
+from onecurve.patches.lightning_loops import set_progress, set_steps_of_loggers, steps_of_loggers
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ class ExactResumption(L.Callback):
       if its absolute path has changed, and then replaces the best checkpoint by a worse one; it saves `current_score`
       but does not restore it. (`ModelCheckpoint.load_state_dict`,
       https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/callbacks/model_checkpoint.py)
+    - What another process has trained is evaluated at its step, where Lightning logs at step 0.
     - A run that EarlyStopping has ended stays ended, unless its patience has changed; Lightning would train until the
       next check, and restores the patience as well.
     """
@@ -119,6 +120,8 @@ class ExactResumption(L.Callback):
             self._early_stop = _restore_early_stopping(trainer, checkpoint["callbacks"])
             if any(isinstance(callback, callbacks.ModelPruning) for callback in cast(Any, trainer).callbacks):
                 _log.warning("ModelPruning saves no masks: what it has pruned trains again, until it prunes anew")
+        elif "position" in checkpoint and not steps_of_loggers(trainer):  # trained by another process
+            set_progress(trainer, checkpoint["position"])
 
     def _restore_position(self, trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
         data, position = cast(Any, trainer.datamodule), checkpoint["position"]

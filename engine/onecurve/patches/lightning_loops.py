@@ -8,19 +8,16 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
-from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior as gradient_sync
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
-from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _Sync
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector as CheckpointConnector
+from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector as LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as LoggedMean
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
 from onecurve.patches import torchmetrics
 
-__all__ = ["Closure", "ClosureResult", "LoggedMean", "gradient_sync"]
-
-NO_SYNC = _Sync.no_op  # `sync_dist_fn` of a value that all processes have
+__all__ = ["CheckpointConnector", "Closure", "ClosureResult", "LoggedMean", "LoggerConnector"]
 
 
 def steps_of_loggers(trainer: L.Trainer) -> int:
@@ -98,41 +95,6 @@ def results_of(loop: Any) -> Any:
 def current_results(trainer: Any) -> Any:
     """Return the values that the loop which runs has logged."""
     return trainer._results
-
-
-class CheckpointConnector(_CheckpointConnector):
-    """Restores the module's weights after `setup` and `configure_model`, and before the strategy wraps the module.
-
-    No hook of Lightning comes between. (trainer/trainer.py, line 1041) What another process has trained is evaluated at
-    its step, where Lightning logs at step 0.
-    """
-
-    def _restore_modules_and_callbacks(self, *args: Any, **kwargs: Any) -> None:
-        self.prepare_late_layers()
-        super()._restore_modules_and_callbacks(*args, **kwargs)
-        position = self._loaded_checkpoint.get("position") if self._loaded_checkpoint else None
-        if position and not steps_of_loggers(self.trainer):
-            set_progress(self.trainer, position)
-
-    def prepare_late_layers(self) -> None:
-        """Change the layers that `setup` or `configure_model` has made."""
-        raise NotImplementedError
-
-
-class LoggerConnector(_LoggerConnector):
-    """Passes metrics to the loggers, and weights a mean by the samples of each batch.
-
-    Lightning takes the size of the first tensor of the batch, which is the length of sequences that come time first.
-    (trainer/connectors/logger_connector/logger_connector.py, line 197)
-    """
-
-    def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
-        super().on_batch_start(batch, dataloader_idx)
-        self.trainer._results.batch_size = self.samples_of_batch()
-
-    def samples_of_batch(self) -> int | None:
-        """Return the number of samples of the current batch; None for Lightning's own count."""
-        raise NotImplementedError
 
 
 def replace_parts(

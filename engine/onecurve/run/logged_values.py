@@ -20,7 +20,7 @@ from torchmetrics import Metric
 from onecurve.errors import UserError
 from onecurve.observe.steps import is_log_point
 from onecurve.parallel.gather import group_of_samples, names_that_differ
-from onecurve.patches.lightning_loops import NO_SYNC, LoggedMean, LoggerConnector, Results, steps_of_loggers
+from onecurve.patches.lightning_loops import LoggedMean, LoggerConnector, Results, current_results, steps_of_loggers
 from onecurve.patches.torchmetrics import default_states, reductions, set_step_value, step_value
 from onecurve.run.metric_states import VirtualMetrics
 
@@ -152,7 +152,7 @@ class _Logged:
         has_sizes = self.options["batch_size"] is not None
         if is_complete:  # so that no process need ask others
             size = weights.sum() if has_sizes else 1
-            return self.options | {"batch_size": size, "sync_dist": False, "sync_dist_fn": NO_SYNC}
+            return self.options | {"batch_size": size, "sync_dist": False, "sync_dist_fn": None}
         return self.options | {
             "batch_size": sum(size or 0 for _, size in self.of_passes.values()) if has_sizes else None
         }
@@ -251,8 +251,10 @@ def _check_virtual(virtual: VirtualMetrics, name: str, value: Any, options: dict
 class LogPoints(LoggerConnector):
     """Passes the metrics of the first and the last step to the loggers, not only those of each interval.
 
-    It also ends the passes of virtual ranks before the metrics of an evaluation are computed, which no hook precedes.
-    (trainer/connectors/logger_connector/logger_connector.py, line 51; loops/evaluation_loop.py, line 385)
+    It weights a mean by the samples of each batch. Lightning takes the size of the first tensor of the batch, which is
+    the length of sequences that come time first. It also ends the passes of virtual ranks before the metrics of an
+    evaluation are computed, which no hook precedes.
+    (trainer/connectors/logger_connector/logger_connector.py, lines 51 and 197; loops/evaluation_loop.py, line 385)
     """
 
     @property
@@ -260,10 +262,11 @@ class LogPoints(LoggerConnector):
         steps = steps_of_loggers(self.trainer)
         return super().should_update_logs or (self.trainer.training and is_log_point(self.trainer, steps + 1))
 
-    def samples_of_batch(self) -> int | None:
+    def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
+        super().on_batch_start(batch, dataloader_idx)
         data: Any = self.trainer.datamodule
         sizes = [part.size for part in (data.parts[:1] if data.bit_exact else data.parts)]  # as hooks get the batch
-        return None if None in sizes else sum(sizes)
+        current_results(self.trainer).batch_size = None if None in sizes else sum(sizes)  # None for Lightning's count
 
     def epoch_end_reached(self) -> None:
         super().epoch_end_reached()

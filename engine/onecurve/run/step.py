@@ -13,7 +13,7 @@ the passes have logged is logged once.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -31,7 +31,7 @@ from onecurve.observe.steps import is_log_point, trained_steps
 from onecurve.parallel.batch_norm import grouped_norms
 from onecurve.parallel.gather import collectives_replaced
 from onecurve.parallel.virtual_ranks import VirtualRanks
-from onecurve.patches.lightning_loops import Closure, ClosureResult, Optimization, gradient_sync, results_of
+from onecurve.patches.lightning_loops import Closure, ClosureResult, Optimization, results_of
 from onecurve.random.random_functions import sample_random
 from onecurve.run.logged_values import PassLog, have_equal_names
 
@@ -142,7 +142,8 @@ class _MicroBatchPasses:
         with ExitStack() as stack:
             if not is_last:
                 stack.enter_context(isolate_rng(include_cuda=False))
-            stack.enter_context(gradient_sync(self.trainer.strategy, block=not is_last))
+                # Strategies of one process have nothing to synchronize.
+                stack.enter_context(getattr(self.trainer.strategy, "block_backward_sync", nullcontext)())
             self.trainer.datamodule.begin_part(part)
             self.trainer.random_numbers.begin_part(self.trainer)
             yield

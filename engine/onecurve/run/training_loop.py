@@ -40,9 +40,12 @@ def _skip_empty_hooks(callbacks: Iterable[L.Callback]) -> None:
 
 
 class _PreparingConnector(CheckpointConnector):
-    """Prepares layers that a module makes in `setup` or `configure_model`, as `Trainer.prepare_module` the others."""
+    """Prepares layers that a module makes in `setup` or `configure_model`, as `Trainer.prepare_module` the others.
 
-    def prepare_late_layers(self) -> None:
+    No hook of Lightning comes between these and the strategy, which wraps the module. (trainer/trainer.py, line 1041)
+    """
+
+    def resume_start(self, *args: Any, **kwargs: Any) -> None:
         trainer: Any = self.trainer
         module = trainer.lightning_module
         trainer.precision_plugin.convert_module(module)
@@ -50,6 +53,7 @@ class _PreparingConnector(CheckpointConnector):
         for callback in trainer.callbacks:
             if isinstance(callback, NormGroups):
                 callback.setup(trainer, module, trainer.state.fn)
+        super().resume_start(*args, **kwargs)
 
 
 class LoopChanges(L.Callback):
