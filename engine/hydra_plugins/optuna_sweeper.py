@@ -119,7 +119,7 @@ class OptunaSweeper(Sweeper):
         """
         from optuna.trial import TrialState
 
-        from onecurve.run.early_stopping import PRUNED
+        from onecurve.extras.sweeps.pruning import PRUNED
 
         job = Job.read(folder)
         if job.status == "finished" and study.get_trials(deepcopy=False)[number].user_attrs.get(PRUNED):
