@@ -48,6 +48,7 @@ class WandbLogger(lightning_strategies.WandbLogger):
         }
         super().__init__(name, folder, run_id, project=project, settings=settings | given, **options)
         del self.init_options["anonymous"]  # wandb warns of it
+        self.is_offline = bool(options.get("offline"))
 
     @property
     @rank_zero_experiment

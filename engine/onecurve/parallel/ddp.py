@@ -3,6 +3,7 @@
 Lightning's DDPStrategy takes communication hooks as objects, on GPUs only, and does not save their state.
 """
 
+import inspect
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -12,10 +13,12 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -24,7 +27,6 @@ from onecurve.errors import UserError, check_choice
 from onecurve.observe.step_times import timed_communication
 from onecurve.parallel.gather import all_gather
 from onecurve.parallel.gradients import weights_of
-from onecurve.patches.lightning_strategies import DDPStrategy
 from onecurve.targets import locate
 
 
@@ -93,10 +95,14 @@ class DDP(DDPStrategy):
         **kwargs: Any,
     ) -> None:
         kwargs["gradient_as_bucket_view"] = gradient_as_bucket_view
-        super().__init__(model_averaging_period=model_averaging_period, **kwargs)
+        super().__init__(**kwargs)
+        own = inspect.signature(DDPStrategy).parameters
+        self.ddp_options = {name: value for name, value in kwargs.items() if name not in own}
         self.comm_hook, self.comm_start_step, self.shard_optimizer = comm_hook, comm_start_step, shard_optimizer
         self.matrix_approximation_rank, self.shares = matrix_approximation_rank, shares
         self.model_averaging_period = model_averaging_period
+        self.hook_state: Any = None
+        self.averager: PeriodicModelAverager | None = None  # of the weights, under post-local SGD
         if comm_hook is not None:
             _hook(comm_hook)
         if comm_start_step < 2:
@@ -163,6 +169,7 @@ class DDP(DDPStrategy):
             self.hook_state = PowerSGDState(None, self.matrix_approximation_rank, self.comm_start_step)
         elif self.comm_hook == "post_local_sgd":
             self.hook_state = PostLocalSGDState(None, None, self.comm_start_step, post_local_gradient_allreduce=False)
+            self.averager = PeriodicModelAverager(self.model_averaging_period, warmup_steps=self.comm_start_step)
         if self.comm_hook:
             self.model.register_comm_hook(self.hook_state, _hook(self.comm_hook))
 
@@ -230,6 +237,13 @@ class DDP(DDPStrategy):
         """Give the averaging of weights the step that it would have in an uninterrupted run."""
         if self.averager is not None:
             self.hook_state.iter = self.averager.step = self.lightning_module.trainer.global_step
+
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, *args, **kwargs)
+        if self.averager is not None:
+            weights = [weight for weight in weights_of([optimizer]) if weight.grad is not None]
+            self.averager.average_parameters(cast(Any, iter(weights)))
+        return result
 
     def on_validation_start(self) -> None:
         self._average(self.lightning_module.parameters())

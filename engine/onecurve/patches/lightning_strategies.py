@@ -13,19 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 __all__ = ["SpawnLauncher"]  # spawns the processes of a strategy, which takes a launcher of any class
 
 
-def _public(name: str) -> Any:
-    """Return a property that reads and writes the attribute `name`."""
-    return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
-
-
-class DDPStrategy(strategies.DDPStrategy):
-    """DDP, with what its constructor and its averaging of weights keep to themselves."""
-
-    ddp_options = _public("_ddp_kwargs")  # arguments of DistributedDataParallel
-    averager = _public("_model_averager")  # averages the weights under post-local SGD; otherwise None
-    hook_state = _public("_ddp_comm_state")
-
-
 class ModelParallelStrategy(strategies.ModelParallelStrategy):
     """Starts the process group, and has the device mesh of `make_mesh`; Lightning's is one for tensor parallelism.
 
@@ -42,11 +29,17 @@ class ModelParallelStrategy(strategies.ModelParallelStrategy):
 
 
 class WandbLogger(loggers.WandbLogger):
-    """Starts its run with `init_options`, which the constructor gathers, and names the artifacts of checkpoints."""
+    """Names the artifacts of checkpoints, and shows what Lightning's logger keeps to itself."""
 
-    init_options = _public("_wandb_init")  # arguments of `wandb.init`
-    is_offline = _public("_offline")
-    started = _public("_experiment")  # the W&B run, if it has begun
+    @property
+    def init_options(self) -> dict[str, Any]:
+        """The arguments of `wandb.init`, which the constructor gathers."""
+        return self._wandb_init
+
+    @property
+    def started(self) -> Any:
+        """The W&B run, if it has begun."""
+        return self._experiment
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a spawned rank, which opens the W&B run by its id; Lightning would start the run."""
