@@ -58,7 +58,7 @@ LAYERS = [  # of engine/onecurve, from the top down: each imports from those bel
     "patches",  # private names of other libraries
     "errors",
 ]
-EXTRAS = ["doctor", "sweeps", "plan", "report", "jobs"]  # of the folder `extras`, likewise
+EXTRAS = ["doctor", "sweeps", "plan", "report", "jobs", "one_process"]  # of the folder `extras`, likewise
 
 
 def _module(file: Path) -> str:

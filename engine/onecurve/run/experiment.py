@@ -1,6 +1,5 @@
 """One run on one rank: call the function of train.py, record its end, and build the objects for which it asks."""
 
-import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig
 
 from onecurve.checkpoint.io import load_initial_weights
 from onecurve.data.ordered_data import OrderedData
@@ -20,7 +19,6 @@ from onecurve.patches.lightning_loops import steps_of_loggers
 from onecurve.records.events import append_event
 from onecurve.run.arguments import REFUSED
 from onecurve.run.checkpoint import monitoring
-from onecurve.run.known_errors import translated_errors
 from onecurve.run.predictions import PredictionWriter
 from onecurve.run.trainer import Trainer
 from onecurve.targets import build, check_options, locate
@@ -38,7 +36,7 @@ def run_experiment(cfg: DictConfig, keep_trainer: Callable[[Trainer], None] | No
         keep_trainer: gets the trainer that the function has returned.
     """
     try:
-        with wandb_ends(), translated_errors(cfg.ckpt_path):
+        with wandb_ends():
             trainer = locate("launch.function", cfg.launch.function)(cfg)
             if not isinstance(trainer, Trainer):
                 raise UserError(
@@ -63,23 +61,6 @@ def assemble(cfg: DictConfig) -> tuple[Trainer, L.LightningModule, OrderedData]:
     """Build the trainer, the module with its initial weights, and the data in its order: the same on every rank."""
     trainer = build_trainer(cfg)
     return trainer, build_module(cfg, trainer), trainer.ordered_data(build(cfg.data))
-
-
-def on_one_process(cfg: DictConfig, folder: str, **trainer: Any) -> DictConfig:
-    """Return the resolved configuration of a rehearsal on one process, without callbacks, loggers and checkpoint.
-
-    Args:
-        cfg: the composed configuration.
-        folder: a folder of its own.
-        **trainer: options of the trainer.
-    """
-    own = copy.deepcopy(cfg)
-    with open_dict(own):
-        own.update(run_dir=folder, seed=cfg.seed or 0, ckpt_path=None, predict=None, callbacks={}, logger={})
-        own.strategy = {"_target_": "onecurve.parallel.ddp.auto", "devices": 1, "num_nodes": 1}
-        own.trainer.update({"devices": 1, "num_nodes": 1, "enable_progress_bar": False} | trainer)
-    OmegaConf.resolve(own)
-    return own
 
 
 def build_trainer(cfg: DictConfig) -> Trainer:

@@ -85,7 +85,7 @@ def test_an_error_of_lightning_does_not_blame_an_option(
     def fail(*_: Any, **__: Any) -> None:
         raise MisconfigurationException("The loader\nis empty.")
 
-    monkeypatch.setattr("onecurve.run.trainer.Trainer.fit", fail)
+    monkeypatch.setattr("lightning.Trainer.fit", fail)
     with pytest.raises(UserError, match=r"^Lightning refuses this run: The loader is empty\.$"):
         run_experiment(compose(folder, *small))
 

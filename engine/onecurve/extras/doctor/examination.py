@@ -201,7 +201,8 @@ def check_division(cfg: DictConfig) -> str:
     if cfg.bit_exact or not cfg.fit or detect_cluster_environment():
         return "not checked: with bit_exact=true, without training, or under torchrun or srun"
     from onecurve.checks.loss import DivisionCheck  # late, since they import Lightning
-    from onecurve.run.experiment import assemble, on_one_process
+    from onecurve.extras.one_process import on_one_process
+    from onecurve.run.experiment import assemble
 
     of_one_step = {"accelerator": "cpu", "precision": "32-true", "max_steps": 1, "limit_val_batches": 0}
     with tempfile.TemporaryDirectory() as folder:

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from onecurve.config.folder import CONF, register_resolvers
 from onecurve.config.resolve import BEST, device_count, refuse_unknown_options
 from onecurve.errors import UserError
+from onecurve.extras.one_process import on_one_process
 from onecurve.extras.plan.hardware import Hardware
 from onecurve.extras.plan.pipelines import Stages
 from onecurve.extras.plan.profile import Profile
@@ -32,7 +33,7 @@ from onecurve.parallel.compatibility import check_can_train
 from onecurve.parallel.pipeline.schedules import SCHEDULES
 from onecurve.process.rank import resolve_devices
 from onecurve.process.signals import prepare_started_process
-from onecurve.run.experiment import assemble, on_one_process
+from onecurve.run.experiment import assemble
 from onecurve.targets import build, check_options, check_value, drop_replaced_options, locate
 
 AUTO, RECOMPUTE = "strategy=auto", "module.recompute=blocks"
