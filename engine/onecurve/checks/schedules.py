@@ -13,7 +13,19 @@ _log = logging.getLogger(__name__)
 
 
 class ScheduleCheck(L.Callback):
-    """Refuses schedules and validation intervals that do not fit the run."""
+    """Refuses schedules, intervals of validation, and metrics to follow that do not fit the run.
+
+    A sanity check shows whether the metrics that callbacks monitor exist, which Lightning asks after an epoch.
+
+    Args:
+        callbacks: the user's, by their options.
+    """
+
+    _are_compared = True  # outside of a fit, nothing follows a metric
+
+    def __init__(self, callbacks: dict[str, L.Callback]) -> None:
+        self._monitors = {name: str(one.monitor) for name, one in callbacks.items() if getattr(one, "monitor", None)}
+        self._after_validation = {name for name in self._monitors if _acts_after_validation(callbacks[name])}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         data: Any = trainer.datamodule
@@ -43,26 +55,6 @@ class ScheduleCheck(L.Callback):
                     f"scheduler.frequency={config.frequency}, but validation is every {every} epochs "
                     f"(trainer.check_val_every_n_epoch): set scheduler.frequency={every}"
                 )
-
-
-def plateau_configs(trainer: L.Trainer) -> list[Any]:
-    """Return the schedules that Lightning steps once per epoch, by a metric."""
-    configs = trainer.lr_scheduler_configs
-    return [config for config in configs if config.reduce_on_plateau and config.interval == "epoch"]
-
-
-class MonitorCheck(L.Callback):
-    """Lets a sanity check show whether the metrics that callbacks monitor exist, which Lightning asks after an epoch.
-
-    Args:
-        callbacks: the user's, by their options.
-    """
-
-    _are_compared = True  # outside of a fit, nothing follows a metric
-
-    def __init__(self, callbacks: dict[str, L.Callback]) -> None:
-        self._monitors = {name: str(one.monitor) for name, one in callbacks.items() if getattr(one, "monitor", None)}
-        self._after_validation = {name for name in self._monitors if _acts_after_validation(callbacks[name])}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         monitors = dict(self._monitors)
@@ -106,6 +98,12 @@ class MonitorCheck(L.Callback):
             if name == "ReduceLROnPlateau":  # of each rank
                 raise UserError(f"{problem}: log it with sync_dist=True")
             _log.warning("%s: log it with sync_dist=True, or it follows rank zero's", problem)
+
+
+def plateau_configs(trainer: L.Trainer) -> list[Any]:
+    """Return the schedules that Lightning steps once per epoch, by a metric."""
+    configs = trainer.lr_scheduler_configs
+    return [config for config in configs if config.reduce_on_plateau and config.interval == "epoch"]
 
 
 def _acts_after_validation(callback: Any) -> bool:

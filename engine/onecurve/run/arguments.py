@@ -92,8 +92,7 @@ def check_search(trainer: Any) -> None:
     """
     if any(isinstance(one, BatchSizeFinder) for one in trainer.callbacks):
         raise UserError(_BY_MEMORY)
-    is_divided = trainer.num_devices * trainer.num_nodes > 1 or trainer.bit_exact
-    is_divided = is_divided or trainer.accumulate > 1
+    is_divided = trainer.num_devices * trainer.num_nodes * trainer.accumulate > 1 or trainer.bit_exact
     if is_divided and any(isinstance(one, LearningRateFinder) for one in trainer.callbacks):
         raise UserError(
             "LearningRateFinder follows the loss of rank zero's samples, so each number of processes would train at "

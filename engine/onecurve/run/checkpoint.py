@@ -66,7 +66,8 @@ class LastCheckpoint(Checkpoint):
         should_save = self._step_interval is not None and trained_steps(trainer) % self._step_interval == 0
         if self._time_interval is not None:
             # Every rank must poll at every step, also when the step alone decides.
-            should_save = bool(self._consensus.poll(trainer, self._is_time_over)) or should_save
+            is_over = time.monotonic() - self._saved_at >= self._time_interval
+            should_save = bool(self._consensus.poll(trainer, lambda: is_over)) or should_save
         if should_save:
             self._save(trainer)
 
@@ -86,9 +87,6 @@ class LastCheckpoint(Checkpoint):
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(self)  # type: ignore[arg-type]
-
-    def _is_time_over(self) -> bool:
-        return time.monotonic() - self._saved_at >= (self._time_interval or 0.0)
 
 
 class LateSaves(L.Callback):

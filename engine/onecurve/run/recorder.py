@@ -45,9 +45,9 @@ class RunRecorder(L.Callback):
     def __init__(self, config: DictConfig | None, loggers: Iterable[Logger] = ()) -> None:
         self.config: Any = config
         self._loggers = loggers
-        self.begin()
+        self._begin()
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Forget the experiment of an earlier fit of the same trainer."""
         self._resumed_at = 0  # optimizer step
         self._restored_metrics: dict[str, float] = {}
@@ -58,6 +58,8 @@ class RunRecorder(L.Callback):
         self._config_before: str | None = None  # the text of config.yaml, if a fit continues a run
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._begin()
         if not self._num_parameters:  # a later setup may find the network sharded or split
             self._num_parameters = sum(weight.numel() for weight in pl_module.parameters())
         data: Any = trainer.datamodule

@@ -13,7 +13,6 @@ from typing import Any, ParamSpec, cast
 
 import lightning as L
 import torch
-from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import Checkpoint, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import DoublePrecision
@@ -28,7 +27,7 @@ from onecurve.checkpoint.run_files import CHECKPOINTS
 from onecurve.checks.divergence import FiniteCheck
 from onecurve.checks.loss import DivisionCheck
 from onecurve.checks.replicas import BufferCheck, GatheredWeightCheck, ReplicaCheck
-from onecurve.checks.schedules import MonitorCheck, ScheduleCheck
+from onecurve.checks.schedules import ScheduleCheck
 from onecurve.checks.unsaved_state import UnsavedStateCheck
 from onecurve.data.module_data import GivenLoaders, ModuleData
 from onecurve.data.ordered_data import OrderedData
@@ -137,7 +136,7 @@ class Trainer(L.Trainer):
         self._data: OrderedData | None = None  # of the last stage
         self._fitted: L.LightningDataModule | None = None  # the user's data of the last fit
         self._arguments = {"timeout": timeout, **kwargs}
-        self._folder = folder = Path(default_root_dir or _FOLDER).expanduser()
+        self._folder = Path(default_root_dir or _FOLDER).expanduser()
         self._state_before_module = _seed_generators(self.seed)
         accelerator, devices = resolve_devices(accelerator, devices)
         needs_determinism = bit_exact and accelerator != "cpu"
@@ -154,15 +153,13 @@ class Trainer(L.Trainer):
             strategy=resolve_strategy(strategy, devices, kwargs.get("num_nodes", 1)),
             accelerator=accelerator,
             devices=devices,
-            callbacks=self._all_callbacks(own, folder, timeout),
-            logger=CSVLogger(folder),  # RunRecorder puts the others before it, when it starts them
+            callbacks=self._all_callbacks(own, timeout),
+            logger=CSVLogger(self._folder),  # RunRecorder puts the others before it, when it starts them
             plugins=plugins,
-            default_root_dir=folder,
+            default_root_dir=self._folder,
             enable_checkpointing=arguments.has_kind(own, Checkpoint),
-            accumulate_grad_batches=1,  # a batch of Lightning is an optimizer step: onecurve/run/step.py
             # OrderedData divides the data itself; Lightning's wrapper would shuffle it again.
             use_distributed_sampler=False,
-            sync_batchnorm=False,  # NormGroups normalizes over groups of the global batch, also on one process
             # RunRecorder logs the configuration, which a module's own hyper-parameters would replace in config.yaml.
             enable_autolog_hparams=False,
             **kwargs
@@ -172,7 +169,7 @@ class Trainer(L.Trainer):
             },
         )
         patch_trainer(self)
-        if isinstance(self.accelerator, CPUAccelerator):
+        if accelerator == "cpu":
             tune_malloc()
 
     def _with_last_checkpoint(self, own: dict[str, L.Callback], is_wanted: bool | None) -> dict[str, L.Callback]:
@@ -186,15 +183,15 @@ class Trainer(L.Trainer):
                 one.dirpath = folder
         return dict(sorted(own.items(), key=lambda item: isinstance(item[1], LastCheckpoint)))
 
-    def _all_callbacks(self, own: dict[str, L.Callback], folder: Path, timeout: float) -> list[L.Callback]:
+    def _all_callbacks(self, own: dict[str, L.Callback], timeout: float) -> list[L.Callback]:
         """Return the callbacks of every run around `own`, in the order in which Lightning calls their hooks."""
         normalize = [NormGroups()] if self.sync_batchnorm and not self.bit_exact else []
         return [
             BegunEpoch(),  # before a signal may save, at the first step
             LateSaves(),  # before other callbacks begin the next step
             # These end the run: a hung rank alone, or all ranks at the same step after a signal.
-            Watchdog(folder, timeout),
-            PreemptionHandler(folder),
+            Watchdog(self._folder, timeout),
+            PreemptionHandler(self._folder),
             self._recorder,
             ExactResumption(),
             Attributes(),
@@ -206,9 +203,8 @@ class Trainer(L.Trainer):
             UnsavedStateCheck(),
             self.random_numbers,
             LoopChanges(),
-            ScheduleCheck(),
             PredictedSamples(),
-            MonitorCheck(own),
+            ScheduleCheck(own),
             FiniteCheck(),
             *own.values(),
             *normalize,  # last: `throughput` counts the FLOPs of a few samples, without groups
@@ -240,7 +236,6 @@ class Trainer(L.Trainer):
             arguments.check_search(self)
         if self._is_script and ckpt_path not in ("last", "best"):
             check_overwrites_nothing(self, path)
-        self._recorder.begin()
         data = self._prepare("fit", model, loaders, datamodule, path)
         self._fitted = data.plain
         # The launcher of train.py records the end itself.
@@ -367,12 +362,7 @@ def _seed_generators(seed: int) -> Tensor | None:
     return None if of_user else torch.get_rng_state()
 
 
-def _signature() -> inspect.Signature:
-    """Return the arguments of this class together with those that it hands on to Lightning."""
-    names = {**inspect.signature(L.Trainer.__init__).parameters, **inspect.signature(Trainer.__init__).parameters}
-    kept = [one.replace(kind=one.KEYWORD_ONLY) for name, one in names.items() if name not in ("self", "kwargs")]
-    return inspect.Signature(kept)
-
-
-# A configuration is checked by it, and editors show it.
-cast(Any, Trainer).__signature__ = _signature()
+# The arguments of this class, with those that it hands on: a configuration is checked by them, and editors show them.
+_parameters = {**inspect.signature(L.Trainer).parameters, **inspect.signature(Trainer).parameters}
+_named = [one.replace(kind=one.KEYWORD_ONLY) for name, one in _parameters.items() if name != "kwargs"]
+cast(Any, Trainer).__signature__ = inspect.Signature(_named)
