@@ -11,9 +11,9 @@ Qi et al., "Zero bubble pipeline parallelism" (2023).
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import lightning as L
 import torch
@@ -88,9 +88,8 @@ class Pipeline(ShardedStateStrategy):
             raise UserError(f"strategy.microbatches={microbatches}: give a number of at least one")
         self.stages, self.schedule, self.spec = stages, schedule, SCHEDULES[schedule]
         self.microbatches, self.split, self.data_parallel = microbatches, split, data_parallel
-        self._batch: list[Any] | None = None  # the micro-batches of the current training batch
-        # Those of the network in the pass of a virtual rank, until it is called.
-        self.outputs: list[Tensor] | None = None
+        # What the network computes when a training step calls it; None outside of one.
+        self.call: Callable[[Tensor], Tensor] | None = None
         self._losses: list[Tensor] | None = None  # of the micro-batches, on the last stage's rank; None before they run
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []  # the schedule's gradients, until `backward`
 
@@ -230,14 +229,14 @@ class Pipeline(ShardedStateStrategy):
         return loss if self._divisor == 1 else loss / self._divisor
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.outputs is not None:  # of a virtual rank, whose passes the schedule has computed
+        if self.call is not None:  # in the pass of a virtual rank
             return super().training_step(batch, *args, **kwargs)
-        self._batch = [micro_batch(batch, number, self.microbatches) for number in range(self.microbatches)]
-        self._losses = None
+        micro_batches = [micro_batch(batch, number, self.microbatches) for number in range(self.microbatches)]
+        self._losses, self.call = None, partial(self._train_batch, micro_batches)
         try:
             result = super().training_step(batch, *args, **kwargs)
         finally:
-            self._batch = None
+            self.call = None
         returned = result["loss"] if isinstance(result, dict) else result
         if self._losses is not None and isinstance(returned, Tensor):
             self.compare_loss(returned.detach())
@@ -270,10 +269,9 @@ class Pipeline(ShardedStateStrategy):
                 "see: register it as a buffer and change that in place, or use strategy=ddp or fsdp"
             )
 
+    @timed_communication()  # between the passes a rank waits
     def _train_batch(self, batch: Sequence[Any], inputs: Tensor) -> Tensor:
         """Train a batch from the inputs of the network; return its (samples, ...) outputs on every rank."""
-        if self._losses is not None:
-            raise self._called_twice()
         count, seed = len(batch), torch.initial_seed()
         # There may be more keys than rows, if the dataset makes batches.
         keys = sample_random.keys if self._draws else None
@@ -316,8 +314,8 @@ class Pipeline(ShardedStateStrategy):
         own = () if outputs is None else (outputs[0].detach().contiguous(),)
         return self._broadcast(len(self._stage_to_rank) - 1, own, len(inputs))[0]
 
-    def _called_twice(self) -> UserError:
-        return UserError(
+    def _refuse_second_call(self, _: Tensor) -> NoReturn:
+        raise UserError(
             f"strategy=pipeline: {type(self.lightning_module).__name__}.training_step calls its `net` twice: call "
             "it once, or use strategy=ddp or fsdp"
         )
@@ -361,16 +359,16 @@ class Pipeline(ShardedStateStrategy):
     def _forward(self, inputs: Tensor) -> Tensor:
         """Return the outputs of the network: those of the schedule in training, otherwise those of `_run_stages`."""
         check_shape(inputs, self.sent[0][0], is_trained=False)
-        if self.outputs is not None:
-            if not self.outputs:
-                raise self._called_twice()
-            if self._random_calls:
-                torch.default_generator.manual_seed(torch.initial_seed() + self._random_calls)
-            return self.outputs.pop()
-        if self._batch is None:
+        if self.call is None:
             return self._run_stages(inputs)
-        with timed_communication():  # between the passes a rank waits
-            return self._train_batch(self._batch, inputs)
+        call, self.call = self.call, self._refuse_second_call
+        return call(inputs)
+
+    def after_draws(self, outputs: Tensor, _: Tensor) -> Tensor:
+        """Return outputs that the schedule has computed, and leave torch's generator as their random calls do."""
+        if self._random_calls:
+            torch.default_generator.manual_seed(torch.initial_seed() + self._random_calls)
+        return outputs
 
     @property
     def owns_state(self) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -48,10 +49,10 @@ class StageRanks(VirtualRanks):
 
     @contextmanager
     def one_pass(self, place: int) -> Iterator[None]:
-        self.trainer.strategy.outputs = [self._outputs[place]]
+        self.trainer.strategy.call = partial(self.trainer.strategy.after_draws, self._outputs[place])
         with super().one_pass(place):  # of the modules outside of the network
             yield
-        self.trainer.strategy.outputs = None
+        self.trainer.strategy.call = None
 
     def finish(self, rows: Tensor) -> Tensor:
         self.trainer.strategy.compare_loss(rows[:, 0].sum() / self.count)
