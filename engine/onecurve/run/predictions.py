@@ -9,7 +9,6 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
 from onecurve.data.rank_loader import fetches_batches
@@ -17,22 +16,6 @@ from onecurve.errors import UserError
 from onecurve.records.files import atomic_write
 
 _log = logging.getLogger(__name__)
-
-
-class PredictedSamples(L.Callback):
-    """Gives each `BasePredictionWriter` the indices of its samples in the dataset, with -1 for padding.
-
-    Lightning reads them of a batch sampler of its own, which the loaders of a `onecurve.Trainer` do not have.
-    (loops/prediction_loop.py, `_get_batch_indices`)
-    """
-
-    def on_predict_batch_end(
-        self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        if any(isinstance(one, BasePredictionWriter) for one in trainer.callbacks):
-            loop = trainer.predict_loop
-            loop.current_batch_indices = trainer.datamodule.sample_index.tolist()
-            loop.epoch_batch_indices[dataloader_idx].append(loop.current_batch_indices)
 
 
 class PredictionWriter(L.Callback):

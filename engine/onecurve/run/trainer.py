@@ -10,6 +10,7 @@ from functools import wraps
 from itertools import count
 from pathlib import Path
 from typing import Any, ParamSpec, cast
+from unittest import mock
 
 import lightning as L
 import torch
@@ -48,7 +49,6 @@ from onecurve.run.bit_exact import BitExactness
 from onecurve.run.checkpoint import LastCheckpoint, LateSaves, check_overwrites_nothing, find_checkpoint, monitoring
 from onecurve.run.known_errors import translated_errors
 from onecurve.run.metric_states import MetricStates, MetricSync, VirtualMetrics
-from onecurve.run.predictions import PredictedSamples
 from onecurve.run.recorder import RunRecorder
 from onecurve.run.script import describe_script
 from onecurve.run.stopping import PreemptionHandler, Watchdog
@@ -139,10 +139,11 @@ class Trainer(L.Trainer):
         self._folder = Path(default_root_dir or _FOLDER).expanduser()
         self._state_before_module = _seed_generators(self.seed)
         accelerator, devices = resolve_devices(accelerator, devices)
-        needs_determinism = bit_exact and accelerator != "cpu"
-        is_double = kwargs.get("precision") == "64-true"  # Lightning accepts this name with some strategies only
+        kwargs["deterministic"] = kwargs.get("deterministic") or (bit_exact and accelerator != "cpu") or None
         plugins: list[Any] = [AtomicCheckpointIO(), *arguments.as_list(kwargs.pop("plugins", None))]
-        plugins += [DoublePrecision()] if is_double else []
+        if kwargs.get("precision") == "64-true":  # Lightning accepts this name with some strategies only
+            kwargs["precision"] = None
+            plugins.append(DoublePrecision())
         own = self._with_last_checkpoint(arguments.named(callbacks), kwargs.pop("enable_checkpointing", None))
         arguments.check_callbacks_are_possible(own)
         # Callbacks that begin each part of a step: run/step.py.
@@ -162,11 +163,7 @@ class Trainer(L.Trainer):
             use_distributed_sampler=False,
             # RunRecorder logs the configuration, which a module's own hyper-parameters would replace in config.yaml.
             enable_autolog_hparams=False,
-            **kwargs
-            | {
-                "precision": None if is_double else kwargs.get("precision"),
-                "deterministic": kwargs.get("deterministic") or needs_determinism or None,
-            },
+            **kwargs,
         )
         patch_trainer(self)
         if accelerator == "cpu":
@@ -203,7 +200,6 @@ class Trainer(L.Trainer):
             UnsavedStateCheck(),
             self.random_numbers,
             LoopChanges(),
-            PredictedSamples(),
             ScheduleCheck(own),
             FiniteCheck(),
             *own.values(),
@@ -240,9 +236,8 @@ class Trainer(L.Trainer):
         self._fitted = data.plain
         # The launcher of train.py records the end itself.
         recording = recorded_fit(self._folder) if self._is_script and self.is_global_zero else nullcontext()
-        with self._stage(), recording, translated_errors(path):
+        with recording, self._stage(path):
             super().fit(model, datamodule=data, ckpt_path=path, weights_only=weights_only)
-        self.final_metrics |= self.callback_metrics
 
     @_typed_as(L.Trainer.validate)
     def validate(self, *args: Any, **options: Any) -> Any:
@@ -273,10 +268,8 @@ class Trainer(L.Trainer):
         data = self._prepare(stage, module, loaders, datamodule, path)
         if path and not self._is_script:  # which shows Lightning's own lines
             _log.info("%s: the weights of %s", stage, path)
-        with self._stage(), translated_errors(path):
-            result = run(module, datamodule=data, ckpt_path=path, **given)
-        self.final_metrics |= self.callback_metrics
-        return result
+        with self._stage(path):
+            return run(module, datamodule=data, ckpt_path=path, **given)
 
     @property
     def enable_validation(self) -> bool:
@@ -284,11 +277,12 @@ class Trainer(L.Trainer):
         return super().enable_validation and (self._data is None or self._data.evaluates("val"))
 
     @contextmanager
-    def _stage(self) -> Iterator[None]:
+    def _stage(self, path: str | None) -> Iterator[None]:
         """Return a context for a stage, after which a notebook goes on, and a script draws other numbers each time."""
         try:
-            with ended_here() if self._is_script and hasattr(sys, "ps1") else nullcontext():
+            with ended_here() if self._is_script and hasattr(sys, "ps1") else nullcontext(), translated_errors(path):
                 yield
+            self.final_metrics |= self.callback_metrics
         finally:
             key = int(hash_ints(self.seed, AFTER_STAGE, next(_stages)))
             seed_generators(key, self.strategy.root_device.type)
@@ -354,12 +348,9 @@ class Trainer(L.Trainer):
 
 def _seed_generators(seed: int) -> Tensor | None:
     """Seed what initial weights are drawn from; return the state of torch's, unless the user has seeded it too."""
-    of_user = os.environ.get(_USERS_SEED)
-    L.seed_everything(seed, verbose=False)
-    del os.environ[_USERS_SEED]  # or a later trainer would take this seed for the user's
-    if of_user is not None:
-        os.environ[_USERS_SEED] = of_user
-    return None if of_user else torch.get_rng_state()
+    with mock.patch.dict(os.environ):  # or a later trainer would take this seed for the user's
+        L.seed_everything(seed, verbose=False)
+    return None if os.environ.get(_USERS_SEED) else torch.get_rng_state()
 
 
 # The arguments of this class, with those that it hands on: a configuration is checked by them, and editors show them.

@@ -1,10 +1,11 @@
-"""Changes of Lightning's loops."""
+"""Changes of Lightning's loops, also those of an evaluation."""
 
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import BasePredictionWriter
 
 from onecurve.checks.schedules import plateau_configs
 from onecurve.parallel.norm_groups import NormGroups
@@ -60,7 +61,8 @@ class LoopChanges(L.Callback):
     """Tells log points the last step, lets Lightning pass over empty hooks, and makes up for missed schedule steps.
 
     Lightning steps ReduceLROnPlateau after an epoch's checkpoint is saved, and not at all after the first epoch of a
-    restart (`_FitLoop.on_advance_end` and `_TrainingEpochLoop._update_learning_rates` in loops/).
+    restart (`_FitLoop.on_advance_end` and `_TrainingEpochLoop._update_learning_rates` in loops/). For predictions it
+    reads the samples of a batch from a batch sampler of its own (`_get_batch_indices` in loops/prediction_loop.py).
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -77,6 +79,15 @@ class LoopChanges(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         trainer.last_step = trainer.datamodule.last_step  # `is_log_point` reads it
         _skip_empty_hooks(trainer.callbacks)
+
+    def on_predict_batch_end(
+        self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Give each `BasePredictionWriter` the indices of its samples in the dataset, with -1 for padding."""
+        if any(isinstance(one, BasePredictionWriter) for one in trainer.callbacks):
+            loop = trainer.predict_loop
+            loop.current_batch_indices = trainer.datamodule.sample_index.tolist()
+            loop.epoch_batch_indices[dataloader_idx].append(loop.current_batch_indices)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         epoch, metrics = trainer.current_epoch, trainer.callback_metrics
