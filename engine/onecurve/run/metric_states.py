@@ -180,7 +180,8 @@ class MetricStates(L.Callback):
         """Convert metrics as the module; torchmetrics ignores its conversion, and forgets another on a new device."""
         if isinstance(trainer.precision_plugin, DoublePrecision):
             for metric in metrics_of(trainer, pl_module).values():
-                metric.set_dtype(torch.float64)
+                if metric.dtype != torch.float64:  # `set_dtype` would also convert labels that it has collected
+                    metric.set_dtype(torch.float64)
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 

@@ -11,6 +11,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import Metric, MetricTracker, SumMetric
+from torchmetrics.classification import MulticlassAUROC
 from torchmetrics.wrappers import Running
 
 import onecurve
@@ -159,3 +160,24 @@ def test_a_validation_of_its_own_has_the_precision_of_the_run(folder: Path) -> N
     samples: Any = torch.full((3, 32), 2.0**24 + 1, dtype=torch.float64)
     (values,) = trainer.validate(Measured(), DataLoader(samples, batch_size=1), verbose=False)
     assert values["val_shared"] == 3 * (2.0**24 + 1)
+
+
+class Curve(L.Callback):
+    """Collects labels over an epoch."""
+
+    def __init__(self) -> None:
+        self.curve = MulticlassAUROC(2)
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.curve.update(batch[:, :2].softmax(1), (batch[:, 2] > 0).long())
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.curve.compute()
+        self.curve.reset()
+
+
+def test_labels_that_a_metric_has_collected_stay_integers_in_a_validation(folder: Path) -> None:
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "precision": "64-true", "val_check_interval": 2}
+    trainer = onecurve.Trainer(default_root_dir=folder, max_epochs=1, seed=0, callbacks=Curve(), **options)
+    samples: Any = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
+    trainer.fit(Measured(), DataLoader(samples, batch_size=8), DataLoader(samples, batch_size=8))
