@@ -222,11 +222,13 @@ class MetricStates(L.Callback):
         results = results_of(trainer.fit_loop.epoch_loop)
         for name in self._saved.keys() & results.keys():
             result, state = results[name], self._saved.pop(name)
-            is_shared = trainer.datamodule.bit_exact  # by all processes
+            is_again = result.meta.fx == "on_train_epoch_start"  # the hook has logged anew what the checkpoint has
+            is_shared = trainer.datamodule.bit_exact or (is_again and not result.meta.sync.should)  # by all processes
             default = default_states(result)
             own = state if is_shared or trainer.datamodule.parallel.dp_rank == 0 else default
             # The type is that of the value on all ranks, as the collective of Lightning's mean needs it.
-            add_states(result, {key: own[key].to(result.value, non_blocking=True) for key in default})
+            own = {key: own[key].to(result.value, non_blocking=True, copy=True) for key in default}
+            (set_states if is_again else add_states)(result, own)
             forget_value(result)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

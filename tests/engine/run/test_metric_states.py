@@ -45,6 +45,12 @@ class Measured(BoringModel):
         self.val_listed, self.listed, self.window = Listed(), Listed(), Running(SumMetric(), window=4)
         self.shared = SumMetric()  # by training and validation
 
+    def on_train_epoch_start(self) -> None:
+        norm = self.layer.weight.detach().norm()  # another one within the epoch
+        self.log("starts", 1.0, reduce_fx="sum")
+        self.log("first_norm", norm)
+        self.log("mean_norm", norm, sync_dist=True)
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(self(batch))
         self.listed.update(batch)
