@@ -38,6 +38,7 @@ class ExactResumption(L.Callback):
             self._steps = self._epoch_steps = 0  # trained in the run, and in the current epoch
             self._requires_grad: dict[str, bool] = {}  # by name; first that of a checkpoint, then as training begins
             self._early_stop: str | None = None  # why a callback has ended the run
+            self._has_trained = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Prepare the optimizers, which Lightning restores after this hook."""
@@ -55,14 +56,21 @@ class ExactResumption(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Stop a run that a callback has already stopped, even if `min_epochs` postponed the end."""
+        self._has_trained = True
         if self._early_stop:
             trainer.should_stop = True
             reason = self._early_stop.strip().rstrip(".")
             _log.warning("EarlyStopping has ended this run (%s): change its patience, or leave it out", reason)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Make the test log at the last step and epoch, also if training stopped early or did not run."""
+        """Make the test log at the last step and epoch, also if training stopped early or did not run.
+
+        It tests averaged weights also then: their callbacks put them into the module after the last checkpoint.
+        """
         set_progress(trainer, self._position(trainer))
+        for callback in [] if self._has_trained else cast(Any, trainer).callbacks:
+            if _has_average(callback, trainer.current_epoch):
+                callback.on_train_end(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         set_steps_of_loggers(trainer, self._steps)  # in a resumed run what LearningRateMonitor logs here
@@ -140,6 +148,13 @@ class ExactResumption(L.Callback):
         _rewind(loops, position["epoch"], position["epoch_steps"], total=position["steps"])
         # Lightning counts the last step itself.
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = position["steps"] - 1
+
+
+def _has_average(callback: L.Callback, epochs: int) -> bool:
+    """Return whether a callback averages weights, and the module of a run that has ended does not have them yet."""
+    if isinstance(callback, callbacks.StochasticWeightAveraging):
+        return epochs == callback.swa_end + 1  # with batch normalization they have an epoch more, and are saved
+    return isinstance(callback, callbacks.WeightAveraging)
 
 
 def _skip_epoch_start(callback: Any) -> None:

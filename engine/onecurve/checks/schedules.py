@@ -78,7 +78,8 @@ class ScheduleCheck(L.Callback):
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         logged = trainer.callback_metrics
         for name, monitor in self._of_validation.items():
-            if logged and monitor not in logged:  # a module may log nothing in the sanity check
+            # A module may log nothing in the sanity check, and Lightning does not show what single loaders have.
+            if logged and monitor not in logged and "/dataloader_idx_" not in monitor:
                 raise UserError(
                     f"{name} monitors {monitor}, which validation does not log (it logs {', '.join(logged)}): "
                     "set its `monitor` to one of these, and its `mode` to min if less is better"

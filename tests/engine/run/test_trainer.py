@@ -9,6 +9,7 @@ import runpy
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from lightning.pytorch.callbacks import (
     BasePredictionWriter,
     BatchSizeFinder,
     EarlyStopping,
+    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
+    StochasticWeightAveraging,
 )
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, RandomDataset
 from lightning.pytorch.strategies import DDPStrategy
@@ -509,6 +512,33 @@ def test_a_schedule_without_its_metric_is_found_before_the_first_epoch(folder: P
     with pytest.raises(UserError, match=r"Plateau monitors val_acc, which .* `monitor` to one of these, .*is better$"):
         trainer(folder).fit(Plateau("val_acc"), loader(), loader(32))
     assert not (folder / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("kind", [EMAWeightAveraging, partial(StochasticWeightAveraging, 0.1, 1)])
+def test_a_run_that_has_ended_is_tested_with_the_same_averaged_weights(kind: Any, folder: Path) -> None:
+    """Lightning puts them into the module after the last checkpoint."""
+    losses, data = [], loader()
+    for _ in range(2):
+        again = trainer(folder, max_epochs=3, callbacks=[kind()])
+        again.fit(Boring(), data, ckpt_path="last")
+        losses += again.test(dataloaders=data, verbose=False)
+    assert losses[0] == losses[1]
+
+
+class TwoValidations(Boring):
+    """Logs a loss of each of several loaders, and a value of all."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return super().validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_epoch", 1.0)
+
+
+def test_a_callback_follows_one_of_several_validation_loaders(folder: Path) -> None:
+    stop = EarlyStopping("val_loss/dataloader_idx_1")
+    trainer(folder, callbacks=[stop]).fit(TwoValidations(), loader(), [loader(32), loader(32)])
+    assert stop.best_score < float("inf")
 
 
 @pytest.mark.parametrize(
