@@ -142,9 +142,12 @@ class ExactResumption(L.Callback):
         if every > 1 and position["epoch"] % every:
             counts = f"counts from epoch {position['epoch']}, in which this run goes on"
             _log.warning("reload_dataloaders_every_n_epochs=%d %s: its data may be other ones", every, counts)
+        loops = checkpoint["loops"]["fit_loop"]
+        if loops["epoch_progress"]["current"]["processed"] < position["epoch"]:
+            left_out = f"the validation and the hooks at the end of epoch {position['epoch'] - 1}"
+            _log.warning("%s was saved before %s, which this run leaves out", trainer.ckpt_path, left_out)
         self._steps, self._epoch_steps = position["steps"], position["epoch_steps"]
         data.resume(position["epoch"], position["epoch_steps"], position["streams"])
-        loops = checkpoint["loops"]["fit_loop"]
         _rewind(loops, position["epoch"], position["epoch_steps"], total=position["steps"])
         # Lightning counts the last step itself.
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = position["steps"] - 1

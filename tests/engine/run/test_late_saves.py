@@ -247,12 +247,16 @@ class Fails(L.Callback):
             raise RuntimeError("failed")
 
 
-def test_a_step_is_saved_before_the_validation_that_fails(folder: Path) -> None:
+def test_a_step_is_saved_before_the_validation_that_fails(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     saves = ModelCheckpoint(filename="{step}", every_n_train_steps=4, save_top_k=-1)
     with pytest.raises(RuntimeError, match="failed"):
         fit_sums(folder, saves, Fails())
     assert {"step=4.ckpt", "step=8.ckpt"} <= {file.name for file in (folder / "checkpoints").iterdir()}
     assert not {"on_train_batch_end", "on_validation_end", "on_train_epoch_end"} & vars(saves).keys()
+    for step in (4, 8):
+        assert "this run leaves out" not in caplog.text
+        fit_sums(folder, ckpt_path=folder / "checkpoints" / f"step={step}.ckpt", max_epochs=2)
+    assert "step=8.ckpt was saved before the validation and the hooks at the end of epoch 1, which this" in caplog.text
 
 
 class StopsAlike(EarlyStopping):
