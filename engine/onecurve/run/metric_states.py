@@ -224,10 +224,9 @@ class MetricStates(L.Callback):
             result, state = results[name], self._saved.pop(name)
             is_again = result.meta.fx == "on_train_epoch_start"  # the hook has logged anew what the checkpoint has
             is_shared = trainer.datamodule.bit_exact or (is_again and not result.meta.sync.should)  # by all processes
-            default = default_states(result)
-            own = state if is_shared or trainer.datamodule.parallel.dp_rank == 0 else default
+            own = state if is_shared or trainer.datamodule.parallel.dp_rank == 0 else default_states(result)
             # The type is that of the value on all ranks, as the collective of Lightning's mean needs it.
-            own = {key: own[key].to(result.value, non_blocking=True, copy=True) for key in default}
+            own = {key: own[key].to(result.value, non_blocking=True, copy=True) for key in default_states(result)}
             (set_states if is_again else add_states)(result, own)
             forget_value(result)
 
