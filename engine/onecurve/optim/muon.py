@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from onecurve.checkpoint.optimizer_state import shard_like
 from onecurve.network.compilation import compiled, should_compile
 from onecurve.network.tensors import to_full_tensor, to_local
-from onecurve.patches.torch import foreach_add, foreach_add_, foreach_mul_
+from onecurve.patches.torch import foreach_add, foreach_add_, foreach_mul_, foreach_norm, foreach_reciprocal
 
 # Newton-Schulz coefficients of Jordan et al. (2024), chosen to raise small singular values quickly.
 _LINEAR, _CUBIC, _QUINTIC = 3.4445, -4.7750, 2.0315
@@ -129,8 +129,9 @@ def _directions(parameters: list[Tensor], gradients: Any, momenta: list[Tensor],
     if not group["orthogonal"]:
         return updates
     if group["unit_filters"]:
-        norms = [torch.linalg.vector_norm(to_full_tensor(parameter)) for parameter in parameters]
-        scales = [len(parameter) ** 0.5 / norm for parameter, norm in zip(parameters, norms, strict=True)]
+        norms = foreach_norm([to_full_tensor(parameter) for parameter in parameters])
+        scales: Any = foreach_reciprocal(norms)
+        foreach_mul_(scales, [len(parameter) ** 0.5 for parameter in parameters])
         foreach_mul_([to_local(parameter) for parameter in parameters], scales)
     full = orthogonalize([to_full_tensor(update) for update in updates], group["iterations"])
     return [shard_like(update, parameter) for update, parameter in zip(full, parameters, strict=True)]

@@ -53,6 +53,8 @@ class BatchNormOfAnyShape(AnyBatchNorm):
 foreach_add: Callable[..., Any] = torch._foreach_add
 foreach_add_: Callable[..., Any] = torch._foreach_add_
 foreach_mul_: Callable[..., Any] = torch._foreach_mul_
+foreach_norm: Callable[..., Any] = torch._foreach_norm
+foreach_reciprocal: Callable[..., Any] = torch._foreach_reciprocal
 
 
 def is_in_vmap() -> bool:

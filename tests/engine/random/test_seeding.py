@@ -32,7 +32,7 @@ def test_a_key_seeds_all_generators(key: int) -> None:
 
 @pytest.mark.parametrize(("training", "expected"), [(True, 3), (False, EVALUATION)])
 def test_evaluations_draw_the_same_numbers_at_any_time(training: bool, expected: int) -> None:
-    assert drawing_epoch(SimpleNamespace(current_epoch=3, training=training)) == expected
+    assert drawing_epoch(SimpleNamespace(current_epoch=3, training=training, testing=False)) == expected
 
 
 def test_numpy_draws_other_numbers_than_torch() -> None:
