@@ -1,6 +1,7 @@
 """The arguments of `onecurve.Trainer`: what is refused, and callbacks and loggers in their various forms."""
 
 import logging
+import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -45,6 +46,10 @@ def check_arguments(seed: Any, virtual_ranks: Any, bit_exact: Any, kwargs: dict[
     for name, default in REFUSED.items():
         if (value := kwargs.pop(name, default)) != default:
             raise UserError(f"Trainer({name}={value}) has no meaning here: leave it out")
+    for name, value in os.environ.items():
+        if name.startswith("PL_TRAINER_") and value:  # Lightning would take it, past what the run records and divides
+            argument = name.removeprefix("PL_TRAINER_").lower()
+            raise UserError(f"{name}={value} is no option of a run here: unset it, and give {argument} to the trainer")
     every = kwargs.get("log_every_n_steps")
     if every is not None and every < 1:
         raise UserError(f"trainer.log_every_n_steps={every} logs nothing and detects no NaN: set at least 1")

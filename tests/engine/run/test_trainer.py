@@ -1244,6 +1244,14 @@ def test_the_seed_of_one_trainer_is_not_that_of_the_next(folder: Path, monkeypat
     assert trainer(folder, seed=None).seed == 0
 
 
+def test_variables_do_not_set_what_lightning_computes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_TRAINER_MAX_EPOCHS", "")  # which Lightning does not read
+    trainer(folder)
+    monkeypatch.setenv("PL_TRAINER_ACCUMULATE_GRAD_BATCHES", "2")
+    with pytest.raises(UserError, match=r"BATCHES=2 is no option .* give accumulate_grad_batches to the trainer$"):
+        trainer(folder)
+
+
 def test_a_script_is_told_what_the_run_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logger = logging.getLogger("onecurve")
     roots, logging.getLogger().handlers = logging.getLogger().handlers, []
@@ -1289,6 +1297,25 @@ def evaluate_and_fit_twice(folder: Path) -> int:
 def test_a_network_that_is_split_may_be_fitted_again(pool: Pool, folder: Path) -> None:
     """Its ranks have different weights then."""
     assert pool.run(2, evaluate_and_fit_twice, folder) == [16, 16]
+
+
+class Fails(Split):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        raise ValueError("mine")
+
+
+def evaluate_after_an_error(folder: Path) -> float:
+    one = trainer(folder, strategy="pipeline", devices=2, bit_exact=True, num_sanity_val_steps=0)
+    module = Fails()
+    with pytest.raises(ValueError, match="mine"):
+        one.fit(module, loader())
+    return one.validate(module, loader(16), verbose=False)[0]["val_loss"]
+
+
+def test_a_split_network_is_evaluated_after_an_error(pool: Pool, folder: Path) -> None:
+    first, second = pool.run(2, evaluate_after_an_error, folder)
+    assert first == second
 
 
 @pytest.mark.parametrize(

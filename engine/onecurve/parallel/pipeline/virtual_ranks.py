@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -49,10 +50,11 @@ class StageRanks(VirtualRanks):
 
     @contextmanager
     def one_pass(self, place: int) -> Iterator[None]:
-        self.trainer.strategy.call = partial(self.trainer.strategy.after_draws, self._outputs[place])
-        with super().one_pass(place):  # of the modules outside of the network
+        strategy = self.trainer.strategy
+        call = partial(strategy.after_draws, self._outputs[place])
+        # An error ends it, too: a script may catch that, and evaluate.
+        with mock.patch.object(strategy, "call", call), super().one_pass(place):  # of the modules outside of `net`
             yield
-        self.trainer.strategy.call = None
 
     def finish(self, rows: Tensor) -> Tensor:
         self.trainer.strategy.compare_loss(rows[:, 0].sum() / self.count)
