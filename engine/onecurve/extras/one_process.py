@@ -7,13 +7,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 
 def on_one_process(cfg: DictConfig, folder: str, **trainer: Any) -> DictConfig:
-    """Return the resolved configuration of a rehearsal on one process, without callbacks, loggers and checkpoint.
-
-    Args:
-        cfg: the composed configuration.
-        folder: a folder of its own.
-        **trainer: options of the trainer.
-    """
+    """Return the resolved configuration of a rehearsal in `folder`, without callbacks, loggers and checkpoint."""
     own = copy.deepcopy(cfg)
     with open_dict(own):
         own.update(run_dir=folder, seed=cfg.seed or 0, ckpt_path=None, predict=None, callbacks={}, logger={})

@@ -264,16 +264,7 @@ def check_all_reduce(cfg: DictConfig) -> str:
     return f"{place}, {size / 2**20:.0f} MiB in {1e3 * seconds:.1f} ms, {bandwidth / 1e9:.2f} GB/s"
 
 
-_LOCAL = (
-    check_versions,
-    check_devices,
-    check_slurm,
-    check_disk,
-    check_saving,
-    check_data,
-    check_division,
-    check_wandb,
-)
+_LOCAL = (check_versions, check_devices, check_slurm, check_disk, check_saving, check_data, check_division, check_wandb)
 CHECKS: dict[str, Check] = {
     check.__name__.removeprefix("check_").replace("_", "-"): check for check in (*_LOCAL, check_all_reduce)
 }

@@ -156,10 +156,9 @@ def begin_run(cfg: DictConfig, hardware: Hardware) -> tuple[Profile, Job, int]:
         trainer.callbacks.append(LambdaCallback(on_train_start=begin))
         with suppress(_HasBegun):
             trainer.fit(module, datamodule=data, weights_only=True)
-    if profiles:
-        module.to(profiles[0].example.device)  # the end of a run moves it from a GPU to the CPU
-    else:
+    if not profiles:
         raise UserError("trainer.max_epochs or max_steps lets this run train nothing, so there is nothing to plan")
+    module.to(profiles[0].example.device)  # the end of a run moves it from a GPU to the CPU
     job = Job(
         hardware,
         ranks=device_count(cfg.trainer) * cfg.trainer.num_nodes,
@@ -194,13 +193,7 @@ def _options(job: Job, asked: list[str]) -> Iterator[list[str]]:
     yield from (options for number, options in enumerate(every) if options not in every[:number])
 
 
-_PLANS: dict[str, type[OneDevice]] = {
-    "auto": OneDevice,
-    "DDP": Replicas,
-    "DDPSpawn": Replicas,
-    "FSDP": Shards,
-    "Pipeline": Stages,
-}
+_PLANS = {"auto": OneDevice, "DDP": Replicas, "DDPSpawn": Replicas, "FSDP": Shards, "Pipeline": Stages}
 
 
 def plan_step(strategy: Any, profile: Profile, job: Job) -> Estimate:

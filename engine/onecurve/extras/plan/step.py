@@ -17,8 +17,6 @@ class Job:
         ranks, per_host: number of ranks, in all and on each host.
         layout: the global batch and its micro-batches, on one process.
         is_synchronized: `trainer.sync_batchnorm`.
-        is_bit_exact: `bit_exact`.
-        precision: `trainer.precision`.
         recompute: whether blocks compute their activations again.
     """
 
@@ -97,10 +95,8 @@ class Estimate:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all categories."""
         return sum(self.memory.values())
 
     @property
     def step_ms(self) -> float:
-        """Milliseconds of the step."""
         return round(1000 * sum(self.seconds.values()), 3)

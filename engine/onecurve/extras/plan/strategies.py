@@ -93,11 +93,9 @@ class OneDevice:
         return [(seconds(part.forward), seconds(part.backward)) for part in self.parts], 0.0
 
     def estimate(self) -> Estimate:
-        """Return the step."""
         return Estimate(self.memory(), self.all_collectives(), self.seconds())
 
     def all_collectives(self) -> list[Collective]:
-        """Return the collectives of a step."""
         sums = self.tree_collectives() if self.job.is_bit_exact else ()
         return [one for one in [*self.norm_collectives(), *self.collectives(), *sums] if one.ranks > 1]
 
@@ -138,7 +136,6 @@ class OneDevice:
         return []
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes by category."""
         return {
             "weights": sum(weight.nbytes for weight in self.weights) + self.profile.buffer_bytes,
             "gradients": sum(weight.nbytes for weight in self.trained) * self.gradient_copies,
@@ -155,11 +152,9 @@ class OneDevice:
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """The weights of the rank that are trained."""
         return [weight for weight in self.weights if weight.requires_grad]
 
     def optimizer_bytes(self) -> int:
-        """Return the bytes of the optimizer state."""
         return sum(self.profile.optimizer_bytes[id(weight)] for weight in self.trained)
 
     def activation_bytes(self) -> int:
@@ -181,7 +176,6 @@ class OneDevice:
         return self.count * sum(map(sum, self.passes))
 
     def optimizer_seconds(self) -> float:
-        """Return the seconds of the optimizer step."""
         memory = self.memory()
         gradients = memory["gradients"] // self.gradient_copies
         if self.job.hardware.tflops:

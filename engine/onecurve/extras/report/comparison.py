@@ -82,17 +82,10 @@ def comparison_figure(metric: str, runs: list[RunFolder], names: list[str], heig
 
 def _add_difference(figure: Figure, gap: Curve, name: str, color: str) -> None:
     shown = downsample(gap)
-    figure.add_scatter(
-        x=shown.steps,
-        y=np.maximum(shown.values, _EXACT),
-        yaxis="y2",
-        name=name,
-        showlegend=False,
-        mode="lines+markers" if len(shown.values) < 60 else "lines",
-        line={"color": color, "width": 1.4},
-        marker={"color": color, "size": 5},
-        hovertemplate="%{y:.2e}",
-    )
+    mode = "lines+markers" if len(shown.values) < 60 else "lines"
+    style = {"line": {"color": color, "width": 1.4}, "marker": {"color": color, "size": 5}, "hovertemplate": "%{y:.2e}"}
+    y = np.maximum(shown.values, _EXACT)
+    figure.add_scatter(x=shown.steps, y=y, yaxis="y2", name=name, showlegend=False, mode=mode, **style)
 
 
 def _mark_same(figure: Figure) -> None:

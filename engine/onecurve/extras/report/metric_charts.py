@@ -94,20 +94,14 @@ def _add_curve(figure: Figure, name: str, curve: Curve, color: str) -> None:
     shown = downsample(curve)
     is_noisy = len(curve.values) > _NOISY
     symbol, size = ("star", 11) if name.startswith("test/") else ("circle", 5)
-    figure.add_scatter(
-        x=shown.steps,
-        y=shown.values,
-        name=name,
-        mode="markers" if len(shown.values) == 1 else "lines+markers" if len(shown.values) < 40 else "lines",
-        opacity=0.35 if is_noisy else 1.0,
-        line={"color": color, "width": 1.0 if is_noisy else 1.7},
-        marker={"color": color, "symbol": symbol, "size": size},
-        connectgaps=False,
-        cliponaxis=False,  # a marker on the axis is drawn in full
-    )
+    mode = "markers" if len(shown.values) == 1 else "lines+markers" if len(shown.values) < 40 else "lines"
+    line, marker = {"color": color, "width": 1.7}, {"color": color, "symbol": symbol, "size": size}
+    # With `cliponaxis` a marker on the axis would be drawn in half.
+    style: dict[str, Any] = {"mode": mode, "marker": marker, "connectgaps": False, "cliponaxis": False}
+    style |= {"opacity": 0.35, "line": line | {"width": 1.0}} if is_noisy else {"opacity": 1.0, "line": line}
+    figure.add_scatter(x=shown.steps, y=shown.values, name=name, **style)
     if is_noisy:
-        mean = means(curve, _MEANS)
-        line = {"color": color, "width": 2.0}
+        mean, line = means(curve, _MEANS), line | {"width": 2.0}
         figure.add_scatter(x=mean.steps, y=mean.values, name=name, mode="lines", line=line, hoverinfo="skip")
 
 

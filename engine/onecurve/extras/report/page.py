@@ -102,6 +102,10 @@ def write_page(
     """
     from plotly.offline import get_plotlyjs
 
+    shared = scripts and scripts / f".plotly-{version('plotly')}.min.js"  # hidden: runs/* are the runs alone
+    if shared and not shared.is_file():
+        with atomic_write(shared) as temporary:
+            temporary.write_text(get_plotlyjs())
     content = _ENVIRONMENT.get_template("page.html.j2").render(
         kind=kind,
         title=title,
@@ -109,20 +113,9 @@ def write_page(
         sections=[section for section in sections if section.body.strip()],
         version=version("plotly"),
         time=f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
-        script_link=os.path.relpath(_shared_plotly(scripts), file.parent) if scripts else "",
-        plotlyjs="" if scripts else Markup(get_plotlyjs()),  # its own text never has the end of a script element
+        script_link=os.path.relpath(shared, file.parent) if shared else "",
+        plotlyjs="" if shared else Markup(get_plotlyjs()),  # its own text never has the end of a script element
     )
     with atomic_write(file) as temporary:
         temporary.write_text(content, encoding="utf-8", errors="replace")  # a path in an error may be no valid text
-    return file
-
-
-def _shared_plotly(scripts: Path) -> Path:
-    """Write Plotly's JavaScript into a folder, unless it is there; return its file."""
-    from plotly.offline import get_plotlyjs
-
-    file = scripts / f".plotly-{version('plotly')}.min.js"  # hidden: runs/* are the runs alone
-    if not file.is_file():
-        with atomic_write(file) as temporary:
-            temporary.write_text(get_plotlyjs())
     return file

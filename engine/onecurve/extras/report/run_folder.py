@@ -108,9 +108,13 @@ class RunFolder:
 
     @cached_property
     def rank_seconds(self) -> dict[int, dict[str, float]]:
-        """The seconds of each activity by rank, in the order of the ranks."""
+        """The seconds of each activity by rank, over all intervals of its timeline, in the order of the ranks."""
         files = {int(file.stem.removeprefix("rank")): file for file in (self.path / "timeline").glob("rank*.jsonl")}
-        return {rank: _activity_seconds(file) for rank, file in sorted(files.items())}
+        seconds = defaultdict[int, Any](Counter)
+        for rank, file in sorted(files.items()):
+            for line in read_json_lines(file):
+                seconds[rank].update(line["spans"] if line.get("kind") == "interval" else {})
+        return {rank: dict(spent) for rank, spent in seconds.items()}
 
     @property
     def experiment(self) -> str | None:
@@ -156,12 +160,3 @@ class RunFolder:
             sizes = [start.get("world_size") for start in starts if (start["step"] or 0) <= step]
             logged[sizes[-1] if sizes else None].append(value)
         return {size: float(np.nanmedian(values)) for size, values in logged.items()}
-
-
-def _activity_seconds(file: Path) -> dict[str, float]:
-    """Return the seconds of each activity, over all intervals of a rank's timeline."""
-    seconds: Any = Counter()
-    for line in read_json_lines(file):
-        if line.get("kind") == "interval":
-            seconds.update(line["spans"])
-    return dict(seconds)

@@ -147,23 +147,13 @@ def _evaluation_section(split: str, evaluation: dict[str, Any]) -> Section:
 def _confusion_chart(confusion: NDArray[np.int64], classes: list[str]) -> Markup:
     share = confusion / np.maximum(confusion.sum(axis=1, keepdims=True), 1)
     few = len(classes) <= _MOST_LABELED
+    style: dict[str, Any] = {"zmin": 0, "zmax": 1, "colorscale": _HEAT, "showscale": False, "textfont": {"size": 11}}
+    style["hovertemplate"] = "%{y} taken for %{x}: %{customdata:,.0f} (%{z:.1%})<extra></extra>"
+    if few:
+        text = [[f"{count:,}" if count else "" for count in row] for row in confusion]
+        style |= {"xgap": 1, "ygap": 1, "text": text, "texttemplate": "%{text}"}
     figure = new_figure(400, hovermode="closest")
-    figure.add_heatmap(
-        z=share,
-        customdata=confusion,
-        x=classes,
-        y=classes,
-        zmin=0,
-        zmax=1,
-        colorscale=_HEAT,
-        showscale=False,
-        xgap=1 if few else 0,
-        ygap=1 if few else 0,
-        text=[[f"{count:,}" if count else "" for count in row] for row in confusion] if few else None,
-        texttemplate="%{text}" if few else None,
-        textfont={"size": 11},
-        hovertemplate="%{y} taken for %{x}: %{customdata:,.0f} (%{z:.1%})<extra></extra>",
-    )
+    figure.add_heatmap(z=share, customdata=confusion, x=classes, y=classes, **style)
     axis = {"type": "category", "showgrid": False, "showticklabels": len(classes) < 40}
     figure.update_xaxes(axis | {"title": "predicted", "tickangle": -45})
     figure.update_yaxes(axis | {"title": "true", "autorange": "reversed"})

@@ -16,12 +16,7 @@ _UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 class Action(NamedTuple):
-    """A pass in the order of execution.
-
-    Attributes:
-        stage, microbatch: their numbers.
-        kind: `F` forward, `B` full backward, `I` gradients of the inputs only, `W` gradients of the weights only.
-    """
+    """A pass: `F` forward, `B` full backward, `I` gradients of the inputs only, `W` gradients of the weights only."""
 
     stage: int
     microbatch: int

@@ -71,16 +71,10 @@ def _curves(sweep: Sweep) -> Markup:
         if curve is None or len(curve.values) < 2:
             continue
         drawn.append(curve)
-        is_best = name == ranked[-1]
-        shown = downsample(curve, _CURVE_POINTS)
-        figure.add_scatter(
-            x=shown.steps,
-            y=shown.values,
-            mode="lines",
-            name="best job" if is_best else "other jobs",
-            line={"color": "var(--s2)", "width": 2.2} if is_best else {"color": "var(--s9)", "width": 1.3},
-            hovertemplate=f"job {name}, step %{{x}}: %{{y:.4g}}<extra></extra>",
-        )
+        label, color, width = ("best job", 2, 2.2) if name == ranked[-1] else ("other jobs", 9, 1.3)
+        shown, line = downsample(curve, _CURVE_POINTS), {"color": f"var(--s{color})", "width": width}
+        template = f"job {name}, step %{{x}}: %{{y:.4g}}<extra></extra>"
+        figure.add_scatter(x=shown.steps, y=shown.values, mode="lines", name=label, line=line, hovertemplate=template)
     if not drawn:
         return Markup()
     figure.update_xaxes(title="step")

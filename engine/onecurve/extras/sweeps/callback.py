@@ -76,15 +76,14 @@ def report(folder: Path) -> bool:
 
 def _job_row(name: str, job: Job, overrides: list[str], metric: str) -> dict[str, Any]:
     """Return the table cells of one job: the optimized metric has the third column, the others come last."""
-    cells = {
+    return {
         "job": name,
         "overrides": " ".join(overrides),
         metric: job.result,
         "seconds": f"{job.seconds:.1f}",
         "status": job.end,
         "error": "".join(job.error.strip().splitlines()[-1:]),  # of a traceback: the exception
-    }
-    return cells | job.metrics
+    } | job.metrics
 
 
 def _print(title: str, rows: list[dict[str, Any]], columns: list[str]) -> None:
