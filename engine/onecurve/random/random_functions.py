@@ -47,6 +47,7 @@ from onecurve.random.seeding import (
 _ATTENTION, _MULTI_HEAD_ATTENTION = F.scaled_dot_product_attention, F.multi_head_attention_forward
 _BERNOULLI, _RANDN_LIKE = Tensor.bernoulli_, torch.randn_like
 _CALLS = 1  # without it a call would have the hash of a sample, since a step begins with the seed of its samples' keys
+_CHANNEL_DIMS = {("dropout1d", 2): 1, ("dropout3d", 4): 1}  # torch takes the rows of these for channels of one sample
 _OTHERS = "a function such as torch.randn, F.rrelu, the dropout of nn.LSTM or F.dropout in a compiled network"
 
 
@@ -158,7 +159,8 @@ def _dropout_of(name: str) -> Callable[..., Tensor]:
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not (training and 0 < p < 1 and sample_random.has_row_per_sample(input, f"F.{name}")):
             return original(input, p, training, inplace)
-        per_channel = torch.Size((*input.shape[:2], *[1] * (input.ndim - 2)))
+        channels = _CHANNEL_DIMS.get((name, input.ndim), 2)
+        per_channel = torch.Size((*input.shape[:channels], *[1] * (input.ndim - channels)))
         mask = sample_random.keep_mask(input.shape if name == "dropout" else per_channel, p)
         return input.mul_(mask).div_(1 - p) if inplace else input * mask / (1 - p)
 
@@ -281,6 +283,7 @@ class RandomNumbers(L.Callback):
     ) -> None:
         self._step = batch_idx
         self._begin(trainer, self._seed(drawing_epoch(trainer), batch_idx))
+        begin_step(self._dropouts)
         self._set_keys()
 
     def begin_part(self, trainer: L.Trainer) -> None:
@@ -297,6 +300,13 @@ class RandomNumbers(L.Callback):
         epoch = drawing_epoch(trainer)
         of_step, seed = self._seed(epoch, step), self._seed(epoch, step, number)
         self._begin(trainer, seed, shift=of_step - seed)
+        begin_step(self._dropouts)
+        self._set_keys()
+
+    def end_virtual_ranks(self, trainer: L.Trainer, step: int) -> None:
+        """Draw for the hooks after the passes, as one more virtual rank; layers go on to count their calls."""
+        epoch = drawing_epoch(trainer)
+        self._begin(trainer, self._seed(epoch, step, cast(Any, trainer.datamodule).virtual_ranks))
         self._set_keys()
 
     def _set_keys(self) -> None:
@@ -326,6 +336,7 @@ class RandomNumbers(L.Callback):
         self._step = dataloader_idx
         shared = self._seed(drawing_epoch(trainer), dataloader_idx)
         self._begin(trainer, shared)
+        begin_step(self._dropouts)
         if not sample_random.is_divided:  # where torch's other functions may draw, batches are the same on any hardware
             data: Any = trainer.datamodule
             own = data.division.own_virtual_ranks if data.bit_exact else (0,)
@@ -363,7 +374,6 @@ class RandomNumbers(L.Callback):
         parts = data.division.sharing * data.parallel.num_microbatches
         is_divided = not data.bit_exact and parts > 1
         seed_generators(seed, device.type)
-        begin_step(self._dropouts)
         sample_random.begin(functools.partial(self._keys, trainer, samples), device, is_divided, shift)
 
     def _keys(self, trainer: L.Trainer, samples: Tensor) -> Tensor:

@@ -172,8 +172,7 @@ class _VirtualRankPasses:
 
     def finish(self, rows: Tensor) -> Tensor:
         """Return the rows of all virtual ranks, when the gradients are complete."""
-        # The hooks that follow draw as none of the virtual ranks, but as one more.
-        self.random.begin_virtual_rank(self.trainer, self.step, self.trainer.datamodule.virtual_ranks)
+        self.random.end_virtual_ranks(self.trainer, self.step)
         self.metrics.leave()
         table = self.virtual.finish(F.pad(rows, (0, -rows.shape[1] % LOGGED_COLUMNS)))
         # At other steps a GPU's host need not wait.

@@ -9,6 +9,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -111,6 +112,34 @@ def test_dropout_at_the_end_of_a_batch_has_the_same_masks_on_any_hardware(folder
         trainer.fit(module, DataLoader(samples, 8, shuffle=True))
         outputs.append(module.outputs)
     assert outputs[1] == pytest.approx(outputs[0], rel=1e-4, abs=1e-5)
+
+
+class Masks(Drawing):
+    """Keeps the masks that functions and a layer have in a step, and in hooks that follow it."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.dropout, self.masks, self.samples = nn.Dropout(0.5), list[bytes](), 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.samples = len(batch[0])
+        self.keep()
+        return super().training_step(batch, batch_idx)
+
+    def keep(self, *_: Any) -> None:
+        ones = torch.ones(self.samples, 32)
+        self.masks += [drop(ones).numpy().tobytes() for drop in (self.dropout, F.dropout)]
+
+    on_before_optimizer_step = on_before_zero_grad = on_train_batch_end = keep
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, BIT_EXACT])
+def test_hooks_of_a_step_have_other_masks_than_the_step(options: dict[str, Any], folder: Path) -> None:
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = onecurve.Trainer(accelerator="cpu", devices=1, max_epochs=1, default_root_dir=folder, **quiet, **options)
+    module, samples = Masks(), TensorDataset(torch.randn(16, 4))
+    trainer.fit(module, DataLoader(samples, 8, shuffle=True))
+    assert len(set(module.masks)) == len(module.masks) >= 16
 
 
 class Noise(Dataset[Tensor]):

@@ -126,6 +126,22 @@ def test_drops_as_often_as_torch(rate: float) -> None:
     assert abs(float((one * other).mean())) < 5 / one.numel() ** 0.5
 
 
+def dropped_together(dropped: Tensor) -> int:
+    """Return by how many dimensions the values are given that are dropped as one."""
+    spreads = [float(dropped.flatten(dim).std(-1).max()) for dim in range(1, dropped.ndim)]
+    return next((dim for dim, spread in enumerate(spreads, 1) if spread == 0), dropped.ndim)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("1d", (3,)), ("1d", (3, 4)), ("2d", (3, 4, 5)), ("3d", (3, 4, 5)), ("3d", (3, 4, 5, 2))],
+)
+def test_drops_the_channels_that_torch_drops(name: str, shape: tuple[int, ...]) -> None:
+    """Of a tensor that seems to have no dimension of samples they are its rows."""
+    function, ones = getattr(F, f"dropout{name}"), torch.ones(SAMPLES, *shape)
+    assert dropped_together(draw(function, ones, torch.arange(SAMPLES))) == dropped_together(function(ones))
+
+
 @pytest.mark.parametrize(
     ("function", "name"),
     [
