@@ -7,6 +7,7 @@ two's-complement 32-bit arithmetic. docs/benchmarks/dropout.md has its speed.
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,10 @@ class SampleDropout(nn.Dropout):
             hashes = hash_samples(self.keys, self.salt ^ int(hash_ints(number)))
         mask = keep_mask(hashes, input.shape, self.p)
         return input.mul_(mask).div_(1 - self.p) if self.inplace else input * mask / (1 - self.p)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy gets: it draws as `F.dropout`, until it has a name, and so a salt, of its own."""
+        return {name: value for name, value in vars(self).items() if name not in ("keys", "sample_hash", "numbers")}
 
     def begin_call(self) -> int:
         """Return the number of the call in the step, and leave the generator with another seed.

@@ -1,5 +1,6 @@
 """Samples, steps and hooks draw other numbers each time, as in plain Lightning."""
 
+import copy
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,20 +127,44 @@ class Masks(Drawing):
         self.keep()
         return super().training_step(batch, batch_idx)
 
-    def keep(self, *_: Any) -> None:
+    def keep(self) -> None:
         ones = torch.ones(self.samples, 32)
         self.masks += [drop(ones).numpy().tobytes() for drop in (self.dropout, F.dropout)]
 
-    on_before_optimizer_step = on_before_zero_grad = on_train_batch_end = keep
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.keep()
+
+    on_before_optimizer_step = on_before_zero_grad = on_train_batch_end
+
+
+def assert_masks_differ(module: Masks, folder: Path, **options: Any) -> None:
+    """Train two steps."""
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = onecurve.Trainer(accelerator="cpu", devices=1, max_epochs=1, default_root_dir=folder, **quiet, **options)
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(16, 4)), 8, shuffle=True))
+    assert len(set(module.masks)) == len(module.masks) >= 16
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, BIT_EXACT])
 def test_hooks_of_a_step_have_other_masks_than_the_step(options: dict[str, Any], folder: Path) -> None:
-    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    trainer = onecurve.Trainer(accelerator="cpu", devices=1, max_epochs=1, default_root_dir=folder, **quiet, **options)
-    module, samples = Masks(), TensorDataset(torch.randn(16, 4))
-    trainer.fit(module, DataLoader(samples, 8, shuffle=True))
-    assert len(set(module.masks)) == len(module.masks) >= 16
+    assert_masks_differ(Masks(), folder, **options)
+
+
+class Learners(Masks):
+    """Trains two copies of a network in each step, as MAML does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 1))  # type: ignore[assignment]
+
+    def keep(self) -> None:
+        learners = [self.net, copy.deepcopy(self.net), copy.deepcopy(self.net)]
+        self.masks += [learner[0](torch.ones(self.samples, 32)).numpy().tobytes() for learner in learners]
+
+
+@pytest.mark.parametrize("options", [{}, BIT_EXACT], ids=["together", "one by one"])
+def test_copies_that_a_step_makes_have_other_masks(options: dict[str, Any], folder: Path) -> None:
+    assert_masks_differ(Learners(), folder, **options)
 
 
 class Noise(Dataset[Tensor]):
