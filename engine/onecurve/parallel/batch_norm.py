@@ -103,9 +103,7 @@ def apply_norm_groups(net: nn.Module, groups: RankGroups) -> None:
         if isinstance(norm, GroupedBatchNorm):
             continue
         if "forward" in vars(norm):
-            raise UserError(
-                f"{name}.forward is replaced in the layer itself: give the layer a class of its own instead"
-            )
+            raise UserError(f"{name}.forward is replaced in the layer itself: give it a class of its own instead")
         norm.class_before, norm.groups, norm.lengths = type(norm), groups, []
         norm.__class__ = _grouped_class(norm.class_before)
         norm.begin_step()
@@ -118,7 +116,7 @@ def revert_norm_groups(net: nn.Module) -> None:
     for norm in list(grouped_norms(net)):
         norm.__class__ = norm.class_before  # type: ignore[assignment]
         # `forward` is there if the layer itself was compiled, with the methods of the other class.
-        for name in ("class_before", "groups", "lengths", "is_first_pass", "is_normalized", "forward"):
+        for name in ("class_before", "groups", "lengths", "is_first_pass", "is_normalized", "is_in_step", "forward"):
             vars(norm).pop(name, None)
 
 
@@ -152,6 +150,7 @@ class GroupedBatchNorm(AnyBatchNorm):
         lengths: values of a channel in a sample, for each forward pass of this step, if the layer is not compiled.
         is_first_pass: whether the next forward pass in training is the first one of its optimizer step.
         is_normalized: whether the forward pass called `F.batch_norm` with the running statistics of the layer.
+        is_in_step: not in a hook between two epochs, which reads whole batches, as `update_bn` does, on each rank.
     """
 
     groups: RankGroups
@@ -159,22 +158,25 @@ class GroupedBatchNorm(AnyBatchNorm):
     lengths: list[int]
     is_first_pass: bool
     is_normalized: bool
+    is_in_step: bool
 
     def begin_step(self) -> None:
         """Let the next forward pass be the first one of an optimizer step."""
-        self.is_first_pass = True
+        self.is_first_pass = self.is_in_step = True
         self.lengths.clear()
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_divided, groups = self.training and self.is_in_step, self.groups
         # One group that a process holds in one piece is what torch's layer normalizes, with fewer kernels.
-        if not self.training or (self.groups.counts == ((len(input),),) and self.groups.micro_batches == 1):
+        is_one = groups.counts == ((len(input),),) or (groups.data_parallel is None and len(groups.totals) == 1)
+        if not is_divided or (is_one and groups.micro_batches == 1):
             output: Any = super().forward(input, *args, **kwargs)
         else:
             output = self._forward_in_groups(input, *args, **kwargs)
         # Last: a second pass in torch.utils.checkpoint that ends in `F.batch_norm` moves no statistics.
-        if self.training and not torch.compiler.is_compiling():  # it would compile the layer for each number
-            remember(lambda: self.lengths.append(input[:, 0].numel() // sum(self.groups.sizes)))
-            self.check_passes(self.groups.micro_batches)
+        if is_divided and not torch.compiler.is_compiling():  # it would compile the layer for each number
+            remember(lambda: self.lengths.append(input[:, 0].numel() // sum(groups.sizes)))
+            self.check_passes(groups.micro_batches)
         return output
 
     def _forward_in_groups(self, *args: Any, **kwargs: Any) -> Any:
@@ -216,7 +218,7 @@ class GroupedBatchNorm(AnyBatchNorm):
         if rest or (rows > 1 and len(sizes) > 1):
             raise UserError(
                 f"a batch normalization layer gets {len(input)} rows for {samples} samples, so their groups are "
-                "unknown: set virtual_ranks=1, which is another experiment"
+                "unknown: give it whole batches, or set virtual_ranks=1 on one process, which is another experiment"
             )
         if min(self.groups.totals) * rows * input[0, 0].numel() == 1:
             raise UserError(
@@ -262,8 +264,7 @@ class GroupedBatchNorm(AnyBatchNorm):
             if self.is_first_pass:
                 running.mul_(1 - momentum)
             running.add_(moment * (momentum / micro_batches))
-        if micro_batches > 1:
-            self.is_first_pass = False
+        self.is_first_pass = micro_batches == 1
 
     def check_passes(self, limit: int) -> None:
         """Raise a UserError if micro-batches had more: the running statistics would depend on their number."""

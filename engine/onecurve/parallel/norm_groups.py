@@ -51,6 +51,15 @@ class NormGroups(L.Callback):
         for norm in self._norms:
             norm.begin_step()  # the rehearsal of a pipeline was one
 
+    def on_train_epoch_start(self, *_: Any) -> None:
+        for norm in self._norms:
+            norm.begin_step()
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        """Let hooks read batches of their own, as `update_bn` does, which are whole on each rank."""
+        for norm in self._norms:
+            norm.is_in_step = False
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -12,8 +12,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.optim.swa_utils import update_bn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
+import onecurve
 from onecurve.data.layout import BatchLayout, DataParallelInfo
 from onecurve.errors import UserError
 from onecurve.parallel.batch_norm import (
@@ -223,6 +226,7 @@ def test_refuses_rows_that_belong_to_no_group() -> None:
         net(torch.randn(16, 5))
     apply_norm_groups(net := nn.Sequential(nn.BatchNorm1d(5)), rank_groups(BatchLayout(8), None))
     assert net(torch.randn(16, 5)).shape == (16, 5), "one group has all rows"
+    assert net(torch.randn(3, 5)).shape == (3, 5), "also some of them"
     apply_norm_groups(net := nn.Sequential(nn.BatchNorm1d(5)), rank_groups(BatchLayout(8, virtual_ranks=8), None))
     with pytest.raises(UserError, match="one value per channel"):
         net(torch.randn(8, 5))
@@ -288,6 +292,48 @@ def test_evaluation_and_checkpoints_have_the_mean_over_all_groups(
         ours, theirs = (torch.load(run / "checkpoints" / f"{name}.ckpt") for run in (single, folder))
         for key, value in ours["state_dict"].items():
             assert relative(theirs["state_dict"][key], value) < TOLERANCE
+
+
+class Estimating(L.LightningModule):
+    """Estimates the statistics of batch normalization anew after each epoch, from batches of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def on_train_epoch_end(self) -> None:
+        update_bn([(torch.arange(4.0 * rows).view(rows, 4) ** 2,) for rows in (8, 3)], self.net)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def estimate(folder: Path, strategy: str, devices: int) -> list[float]:
+    trainer = onecurve.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=devices,
+        max_epochs=2,
+        default_root_dir=folder / strategy,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Estimating()
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(16, 4)), 8))
+    running: Any = module.net[0].running_var
+    return running.tolist()
+
+
+def test_a_hook_of_the_end_of_an_epoch_estimates_as_in_torch(pool: Pool, folder: Path) -> None:
+    """Each rank has the same batches of any size, which are no parts of a step's."""
+    expected = nn.Sequential(nn.BatchNorm1d(4))
+    update_bn([(torch.arange(4.0 * rows).view(rows, 4) ** 2,) for rows in (8, 3)], expected)
+    running: Any = expected[0].running_var
+    found = [estimate(folder, "auto", 1), *pool.run(2, estimate, folder, "ddp", 2)]
+    assert found == [pytest.approx(running.tolist(), rel=TOLERANCE)] * 3
 
 
 class ForbidAfterTeardown(L.Callback):
