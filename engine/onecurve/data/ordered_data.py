@@ -377,7 +377,7 @@ class OrderedData(L.LightningDataModule):
         is_users = is_own or is_overridden(name, self._module, L.LightningModule)
         if isinstance(part.batch, Batch) or not is_users:  # those of Lightning draw nothing
             return hook(part.batch, *args)
-        number = FETCHING - 1 - _HOOKS.index(name)  # else a virtual rank of the step of this number would draw the same
+        number = FETCHING - 1 - _HOOKS.index(name) - len(_HOOKS) * args[-1]  # of hook and loader; that of no step
         key = hash_ints(self.run_seed, drawing_epoch(self.trainer), int(part.samples[0]), number)
         seed_generators(int(key), self._module.device.type)
         with refuse_draws(name, self.division.is_divided, self._module.device.type):

@@ -50,13 +50,13 @@ class Drawing(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def drawn(folder: Path, hook: str, **options: Any) -> list[tuple[float, float, float]]:
+def drawn(folder: Path, hook: str, kind: type[Drawing] = Drawing, **options: Any) -> list[tuple[float, float, float]]:
     """Return what a hook draws from torch, NumPy and Python in a run of three epochs."""
     quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     trainer = onecurve.Trainer(
         accelerator="cpu", devices=1, max_epochs=3, num_sanity_val_steps=0, default_root_dir=folder, **quiet, **options
     )
-    module, samples = Drawing(hook), TensorDataset(torch.randn(16, 4))
+    module, samples = kind(hook), TensorDataset(torch.randn(16, 4))
     evaluated = [DataLoader(samples, 4), DataLoader(samples, 8)]
     trainer.fit(module, DataLoader(samples, 4, shuffle=True), evaluated)
     return module.drawn
@@ -113,6 +113,21 @@ def test_dropout_at_the_end_of_a_batch_has_the_same_masks_on_any_hardware(folder
         trainer.fit(module, DataLoader(samples, 8, shuffle=True))
         outputs.append(module.outputs)
     assert outputs[1] == pytest.approx(outputs[0], rel=1e-4, abs=1e-5)
+
+
+class Transferring(Drawing):
+    """Draws noise for the batches of an evaluation."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if not self.training:
+            self.draw("on_after_batch_transfer")
+        return batch
+
+
+def test_loaders_of_an_evaluation_have_other_noise(folder: Path) -> None:
+    noise = drawn(folder, "on_after_batch_transfer", Transferring)
+    batches = len(noise) // 3
+    assert len(set(noise)) == batches == 6
 
 
 class Masks(Drawing):
