@@ -80,8 +80,10 @@ class NormGroups(L.Callback):
 
     on_train_end = on_validation_start  # also of an average of the weights, before they leave the GPU, as NCCL asks
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any) -> None:
         revert_norm_groups(pl_module)
+
+    on_exception = teardown  # another trainer may fit the module with other groups
 
 
 def _compare_lengths(norms: list[GroupedBatchNorm]) -> None:

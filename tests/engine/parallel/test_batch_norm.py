@@ -336,6 +336,35 @@ def test_a_hook_of_the_end_of_an_epoch_estimates_as_in_torch(pool: Pool, folder:
     assert found == [pytest.approx(running.tolist(), rel=TOLERANCE)] * 3
 
 
+class Failing(L.Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise ValueError("fails")
+
+
+def test_another_trainer_has_its_groups_after_an_error(folder: Path) -> None:
+    module, loader = Estimating(), DataLoader(TensorDataset(torch.randn(16, 4)), 8)
+    fresh = copy.deepcopy(module)
+
+    def train(module: L.LightningModule, virtual_ranks: int, *callbacks: L.Callback) -> None:
+        onecurve.Trainer(
+            virtual_ranks=virtual_ranks,
+            callbacks=callbacks,
+            accelerator="cpu",
+            devices=1,
+            max_epochs=1,
+            default_root_dir=folder / f"{virtual_ranks} {id(module)}",
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(module, loader)
+
+    with pytest.raises(ValueError, match="fails"):
+        train(module, 2, Failing())
+    module.load_state_dict(fresh.state_dict())
+    for each in (module, fresh):
+        train(each, 4)
+    assert all(map(torch.equal, module.parameters(), fresh.parameters()))
+
+
 class ForbidAfterTeardown(L.Callback):
     """Lets collectives fail once the strategy has moved the module to the CPU, as NCCL does with tensors there."""
 
