@@ -146,10 +146,14 @@ class Masks(Drawing):
         ones = torch.ones(self.samples, 32)
         self.masks += [drop(ones).numpy().tobytes() for drop in (self.dropout, F.dropout)]
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.keep()
 
-    on_before_optimizer_step = on_before_zero_grad = on_train_batch_end
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.keep()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.keep()
 
 
 def assert_masks_differ(module: Masks, folder: Path, **options: Any) -> None:
@@ -173,7 +177,7 @@ class Learners(Masks):
         self.net = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 1))  # type: ignore[assignment]
 
     def keep(self) -> None:
-        learners = [self.net, copy.deepcopy(self.net), copy.deepcopy(self.net)]
+        learners: list[Any] = [self.net, copy.deepcopy(self.net), copy.deepcopy(self.net)]
         self.masks += [learner[0](torch.ones(self.samples, 32)).numpy().tobytes() for learner in learners]
 
 
