@@ -50,15 +50,21 @@ class NormGroups(L.Callback):
         self._steps, self._norms = 0, list(grouped_norms(pl_module))
         for norm in self._norms:
             norm.begin_step()  # the rehearsal of a pipeline was one
-
-    def on_train_epoch_start(self, *_: Any) -> None:
-        for norm in self._norms:
-            norm.begin_step()
+        self.on_train_epoch_end()
 
     def on_train_epoch_end(self, *_: Any) -> None:
         """Let hooks read batches of their own, as `update_bn` does, which are whole on each rank."""
         for norm in self._norms:
             norm.is_in_step = False
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if any(norm.lengths and norm.groups.micro_batches > 1 for norm in self._norms):
+            raise UserError(
+                "trainer.accumulate_grad_batches or strategy.microbatches: a hook has run batch normalization in "
+                "training mode between two steps, on rows that are no micro-batch: set it to 1, or call eval() before"
+            )
+        for norm in self._norms:
+            norm.begin_step()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -336,6 +336,29 @@ def test_a_hook_of_the_end_of_an_epoch_estimates_as_in_torch(pool: Pool, folder:
     assert found == [pytest.approx(running.tolist(), rel=TOLERANCE)] * 3
 
 
+class Repeating(Estimating):
+    """Computes the batch again, in the hook of its end."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.net(batch[0])
+
+
+def test_refuses_a_hook_that_normalizes_between_the_micro_batches_of_steps(folder: Path) -> None:
+    """The running statistics would decay as in a step, and get a part of what a step adds."""
+    trainer = onecurve.Trainer(
+        accumulate_grad_batches=2,
+        virtual_ranks=2,
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(UserError, match="between two steps"):
+        trainer.fit(Repeating(), DataLoader(TensorDataset(torch.randn(16, 4)), 8))
+
+
 class Failing(L.Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         raise ValueError("fails")
