@@ -214,6 +214,20 @@ def test_batches_of_several_sizes_are_refused(bit_exact: bool, pool: Pool, folde
         pool.run(2, _fit_batches_of_two_sizes, folder, bit_exact)
 
 
+def _fit_dropped_inputs(folder: Path) -> None:
+    module = _Points()
+    module.net = nn.Sequential(nn.Dropout(0.5, inplace=True), *module.net)
+    trainer = onecurve.Trainer(
+        strategy="pipeline", accelerator="cpu", devices=2, max_epochs=1, logger=False, default_root_dir=folder
+    )
+    trainer.fit(module, DataLoader(RandomDataset(32, 16), batch_size=8))
+
+
+def test_a_layer_may_change_the_input_of_the_network_in_place(pool: Pool, folder: Path) -> None:
+    """The micro-batches are views of one tensor, whose changes autograd counts together."""
+    pool.run(2, _fit_dropped_inputs, folder)
+
+
 def test_an_attribute_that_a_hook_of_training_sets_is_named() -> None:
     class Scaled(L.LightningModule):
         scale: torch.Tensor

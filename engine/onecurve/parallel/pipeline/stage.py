@@ -220,13 +220,15 @@ class RecordedStage(PipelineStage):
 
     submod: Any
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, args: tuple[Tensor, ...], *others: Any, **kwargs: Any) -> Any:
+        # The first stage gets views of the batch, for autograd all changed if a layer changes one of them in place.
+        args = tuple(arg.data for arg in args)
         self.submod.begin_micro_batch(fwd_chunk_id)
         sums = self.submod.pass_sums
         if sums:
             sums.begin_forward()
         with pipeline_pass(self.stage_index, fwd_chunk_id, "F"):
-            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            output = super().forward_one_chunk(fwd_chunk_id, args, *others, **kwargs)
         if sums:
             sums.end_forward(fwd_chunk_id)
         return output
