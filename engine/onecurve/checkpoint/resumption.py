@@ -156,7 +156,8 @@ class ExactResumption(L.Callback):
 def _has_average(callback: L.Callback, epochs: int) -> bool:
     """Return whether a callback averages weights, and the module of a run that has ended does not have them yet."""
     if isinstance(callback, callbacks.StochasticWeightAveraging):
-        return epochs == callback.swa_end + 1  # with batch normalization they have an epoch more, and are saved
+        has_averaged = callback.state_dict()["latest_update_epoch"] >= 0  # not if the run had no such callback
+        return has_averaged and epochs == callback.swa_end + 1  # with batch norm an epoch more, and they are saved
     return isinstance(callback, callbacks.WeightAveraging)
 
 

@@ -525,6 +525,15 @@ def test_a_run_that_has_ended_is_tested_with_the_same_averaged_weights(kind: Any
     assert losses[0] == losses[1]
 
 
+def test_a_callback_that_has_averaged_nothing_leaves_the_weights_of_a_run_that_has_ended(folder: Path) -> None:
+    losses, data = [], loader()
+    for callbacks in ([], [StochasticWeightAveraging(0.1, 1)]):
+        again = trainer(folder, callbacks=callbacks)
+        again.fit(Boring(), data, ckpt_path="last")
+        losses += again.test(dataloaders=data, verbose=False)
+    assert losses[0] == losses[1]
+
+
 class TwoValidations(Boring):
     """Logs a loss of each of several loaders, and a value of all."""
 
