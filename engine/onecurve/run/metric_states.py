@@ -222,7 +222,7 @@ class MetricStates(L.Callback):
         results = results_of(trainer.fit_loop.epoch_loop)
         for name in self._saved.keys() & results.keys():
             result, state = results[name], self._saved.pop(name)
-            is_again = result.meta.fx == "on_train_epoch_start"  # the hook has logged anew what the checkpoint has
+            is_again = result.meta.fx in ("on_train_start", "on_train_epoch_start")  # logs anew what was saved
             is_shared = trainer.datamodule.bit_exact or (is_again and not result.meta.sync.should)  # by all processes
             own = state if is_shared or trainer.datamodule.parallel.dp_rank == 0 else default_states(result)
             # The type is that of the value on all ranks, as the collective of Lightning's mean needs it.

@@ -45,6 +45,10 @@ class Measured(BoringModel):
         self.val_listed, self.listed, self.window = Listed(), Listed(), Running(SumMetric(), window=4)
         self.shared = SumMetric()  # by training and validation
 
+    def on_train_start(self) -> None:
+        if self.current_epoch == 0:
+            self.log("begins", 1.0, reduce_fx="sum")
+
     def on_train_epoch_start(self) -> None:
         norm = self.layer.weight.detach().norm()  # another one within the epoch
         self.log("starts", 1.0, reduce_fx="sum")
