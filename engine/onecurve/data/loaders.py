@@ -115,8 +115,18 @@ class TrainingLoaders:
         self.has_one_size = len(self.sources) == 1 and not first.has_batch_sampler
         for source in self.sources:
             _check(source, loaders.method)
-            if limit is None:
-                _warn_of_rest(source, loaders.method)
+
+    def warn_of_rest(self) -> None:
+        """Warn of samples at the end of an epoch that are never trained, as a loader in one order leaves the same."""
+        for source in self.sources if self.limit is None else []:
+            rest = (source.samples or 0) % source.batch_size
+            has_one_order = isinstance(sampler_of(source.loader), SequentialSampler)
+            if rest and has_one_order and not source.loader.drop_last:
+                _log.warning(
+                    "%s: the last %d of %d samples are never trained, because an epoch takes whole batches and the "
+                    "loader does not shuffle: set shuffle=True, or a batch_size that divides them",
+                    *(self.loaders.method, rest, source.samples),
+                )
 
     @cached_property
     def steps(self) -> int | None:
@@ -280,18 +290,6 @@ def _check(source: _Source, method: str) -> None:
         source.division.positions(source.batch_size)
     if not isinstance(source, _Stream):
         check_repeatable(source.loader, source.seed, method)
-
-
-def _warn_of_rest(source: _Source, method: str) -> None:
-    """Warn of samples that are left at the end of each epoch, as a loader in one order leaves the same ones."""
-    rest = (source.samples or 0) % source.batch_size
-    has_one_order = isinstance(sampler_of(source.loader), SequentialSampler)
-    if rest and has_one_order and not source.loader.drop_last:
-        _log.warning(
-            "%s: the last %d of %d samples are never trained, because an epoch takes whole batches and the loader does "
-            "not shuffle: set shuffle=True, or a batch_size that divides them",
-            *(method, rest, source.samples),
-        )
 
 
 def _source(loader: DataLoader[Any], division: Division, seed: int) -> _Source:

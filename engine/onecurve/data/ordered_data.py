@@ -348,9 +348,9 @@ class OrderedData(L.LightningDataModule):
             self._training = TrainingLoaders(loaders, self.division, self.run_seed, limit)
 
     def _check_training(self) -> None:
-        assert self._training
+        cast(TrainingLoaders, self._training).warn_of_rest()
         is_weighted = self._takes_batch or (self._module.automatic_optimization and self.parallel.num_microbatches == 1)
-        may_be_uneven = self.layout.is_uneven or (self.division.is_divided and not self._training.has_one_size)
+        may_be_uneven = self.layout.is_uneven or (self.division.is_divided and not self.has_one_size)
         if may_be_uneven and not is_weighted:
             raise UserError(
                 f"{type(self._module).__name__} averages over the batch of its own process, but the "
