@@ -1,6 +1,7 @@
 """DDP in processes that Lightning spawns, as in many tutorials; `strategy=ddp` starts faster and shuts down better."""
 
 import os
+import signal
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -56,9 +57,11 @@ def _run_spawned(trainer: L.Trainer, function: Callable[..., Any], *args: Any, *
     with process_group_closed(), wandb_ends():
         try:
             return function(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             for logger in trainer.loggers:
                 logger.finalize("failed")  # Lightning does so only in processes that it did not spawn
+            if isinstance(error, KeyboardInterrupt):  # torch would end the rank without an error or a result
+                raise signals.Stopped(signal.SIGINT) from None
             raise
 
 
