@@ -141,18 +141,23 @@ def orthogonalize(updates: list[Tensor], iterations: int) -> list[Tensor]:
     """Return (outputs, inputs, ...) tensors with the singular values, as matrices with a row per output, near one.
 
     Each Newton-Schulz iteration applies an odd polynomial of degree five to the singular values. They end between about
-    0.7 and 1.2. bfloat16 is precise enough for that; only float64 tensors are computed in their own type. Tensors of
-    equal shape are computed together.
+    0.7 and 1.2. bfloat16 is precise enough for that; only float64 tensors are computed in their own type. On a GPU
+    tensors of equal shape are computed together, but not with `bit_exact=true`: a library may multiply several matrices
+    with another kernel than one, and ZeRO gives each rank other ones.
     """
     results: dict[int, Tensor] = {}
-    for shape in dict.fromkeys(update.shape for update in updates):
-        indices = [index for index, update in enumerate(updates) if update.shape == shape]
+    numbers = range(len(updates))
+    groups = [[index] for index in numbers]
+    if updates and updates[0].is_cuda and not torch.are_deterministic_algorithms_enabled():
+        shapes = dict.fromkeys(update.shape for update in updates)
+        groups = [[index for index in numbers if updates[index].shape == shape] for shape in shapes]
+    for indices in groups:
         # The order of a matrix's columns has no effect. With the channels last, channels-last filters need no copy.
         moved = [updates[index].movedim(1, -1) for index in indices]
         batch = _iterate(torch.stack([update.flatten(1) for update in moved]), iterations)
         for index, result in zip(indices, batch.unflatten(2, moved[0].shape[1:]), strict=True):
             results[index] = result.movedim(-1, 1)
-    return [results[index] for index in range(len(updates))]
+    return [results[index] for index in numbers]
 
 
 def _iterate(matrices: Tensor, iterations: int) -> Tensor:

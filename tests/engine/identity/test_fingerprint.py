@@ -235,6 +235,7 @@ def test_a_continued_run_cannot_change_the_experiment(before: dict[str, Any], no
         (["data.cache", "module.log"], "or name data.cache, module.log in"),
         (["data.batch_size", "module.log"], "or name module.log in"),
         (["data.batch_size"], ""),
+        (["data.a", "data.z"], "or name data.a, data.z in"),
     ],
 )
 def test_options_of_a_class_may_be_hardware(changes: list[str], named: str) -> None:

@@ -39,7 +39,8 @@ def test_update_has_singular_values_near_one(shape: tuple[int, ...], dtype: torc
     assert torch.equal(orthogonalize([gradient * 1024], 8)[0], update) or dtype == torch.float64
 
 
-def test_tensors_of_equal_shape_are_orthogonalized_together() -> None:
+def test_tensors_of_equal_shape_are_orthogonalized_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "is_cuda", True)
     generator = torch.Generator().manual_seed(0)
     shapes = [(8, 4, 3, 3), (8, 20), (8, 4, 3, 3), (20, 8), (8, 36)]
     updates = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -48,6 +49,17 @@ def test_tensors_of_equal_shape_are_orthogonalized_together() -> None:
         assert torch.allclose(found, orthogonalize([update], 5)[0], rtol=0, atol=1e-12)
         columns = orthogonalize([update.flatten(1)], 5)[0].view_as(update)
         assert torch.allclose(found, columns, rtol=0, atol=1e-12), "the order of the columns has no effect"
+
+
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_bits_do_not_depend_on_what_else_is_orthogonalized(is_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some CPUs multiply several matrices of a shape with another kernel than one."""
+    monkeypatch.setattr(Tensor, "is_cuda", is_cuda)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    generator = torch.Generator().manual_seed(0)
+    updates = [torch.randn(16, 8, 3, 3, generator=generator) for _ in range(4)]
+    for found, update in zip(orthogonalize(updates, 5), updates, strict=True):
+        assert torch.equal(found, orthogonalize([update], 5)[0])
 
 
 def test_groups_parameters_by_role() -> None:

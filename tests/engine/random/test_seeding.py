@@ -15,6 +15,7 @@ from onecurve.random.seeding import (
     EPOCH_START,
     EVALUATION,
     SETUP,
+    TEST,
     drawing_epoch,
     generator_states,
     refuse_draws,
@@ -93,5 +94,5 @@ def test_a_part_of_a_batch_must_not_draw(draw: object) -> None:
 
 
 def test_no_epoch_draws_as_what_is_outside_of_them() -> None:
-    assert len({EVALUATION, SETUP, EPOCH_START, EPOCH_END, AFTER_STAGE}) == 5
-    assert max(EVALUATION, SETUP, EPOCH_START, EPOCH_END, AFTER_STAGE) < 0
+    assert len({EVALUATION, SETUP, EPOCH_START, EPOCH_END, AFTER_STAGE, TEST}) == 6
+    assert max(EVALUATION, SETUP, EPOCH_START, EPOCH_END, AFTER_STAGE, TEST) < 0
