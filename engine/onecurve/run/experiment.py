@@ -24,8 +24,19 @@ from onecurve.run.trainer import Trainer
 from onecurve.targets import build, check_options, locate
 
 _log = logging.getLogger(__name__)
-# Arguments of Lightning's Trainer that `build_trainer` gives, or that have no meaning here.
-_OWN_ARGUMENTS = ["strategy", "callbacks", "enable_checkpointing", "logger", "default_root_dir", "plugins", *REFUSED]
+# Arguments of the Trainer for which the configuration has another place, or that have no meaning here.
+_PLACED = [
+    "strategy",
+    "callbacks",
+    "logger",
+    "default_root_dir",
+    "config",
+    "seed",
+    "virtual_ranks",
+    "bit_exact",
+    "timeout",
+]
+_REFUSED = [*_PLACED, "enable_checkpointing", "plugins", *REFUSED]
 
 
 def run_experiment(cfg: DictConfig, keep_trainer: Callable[[Trainer], None] | None = None) -> dict[str, float]:
@@ -43,7 +54,7 @@ def run_experiment(cfg: DictConfig, keep_trainer: Callable[[Trainer], None] | No
                     f"launch.function={cfg.launch.function} returns no trainer: let it end with `return trainer`"
                 )
     except SystemExit as interrupted:
-        if isinstance(interrupted.__context__, KeyboardInterrupt):  # Lightning replaces it: call.py, line 60
+        if isinstance(interrupted.__context__, KeyboardInterrupt):  # Lightning replaces it (trainer/call.py)
             raise KeyboardInterrupt from None
         raise
     metrics = {name: float(value) for name, value in trainer.final_metrics.items()}
@@ -70,11 +81,12 @@ def build_trainer(cfg: DictConfig) -> Trainer:
         UserError: if an option of the configuration is invalid; all are checked here, before anything else is built.
     """
     check_options(cfg)
-    for name in _OWN_ARGUMENTS:
+    for name in _REFUSED:
         if name in cfg.trainer:
             raise UserError(
                 f"+trainer.{name}={as_typed(cfg.trainer[name])}: the project sets it; leave it out, and use "
-                "`strategy`, `callbacks`, `logger`, run_dir, debug=overfit or debug=one_step instead"
+                "`strategy`, `callbacks`, `logger`, seed, virtual_ranks, bit_exact, launch.timeout, run_dir, "
+                "debug=overfit or debug=one_step instead"
             )
     callbacks = _configured_callbacks(cfg)
     make_trainer = build(cfg.trainer, _partial_=True)

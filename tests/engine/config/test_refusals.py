@@ -230,6 +230,8 @@ TARGETS = [
 TRAINER = [
     ("+trainer.strategy=ddp", r"\+trainer.strategy=ddp: "),
     ("+trainer.callbacks=[]", r"\+trainer.callbacks=\[\]: "),
+    ("+trainer.bit_exact=true", r"\+trainer.bit_exact=true: .*use .*, bit_exact, "),
+    ("+trainer.seed=5", r"\+trainer.seed=5: .*use .*, seed, "),
     ("+trainer.enable_checkpointing=false", "leave it out, and use `strategy`, `callbacks`"),
     ("+trainer.overfit_batches=1", "trainer.overfit_batches=1: .*use .*debug=overfit"),
     ("trainer.log_every_n_steps=0", "trainer.log_every_n_steps=0"),
