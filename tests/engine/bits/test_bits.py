@@ -131,7 +131,7 @@ def _shift_block(self: Division, batch_size: int) -> list[BatchLayout]:
 CLIPPED = ["trainer.gradient_clip_val=0.05"]
 SABOTAGES: dict[str, tuple[Any, str, Any, list[str]]] = {
     "sums in the order of arrival": (TreeSum, "add", _add_as_they_arrive, WORLDS["ddp x3"]),
-    "buffers of the pass before": (PassSums, "begin_forward", _keep_buffers, WORLDS["ddp x2"]),
+    "buffers of the pass before": (PassSums, "copy_buffers", _keep_buffers, WORLDS["ddp x2"]),
     "a norm that processes add": (gradients, "order_free_norm", _add_shards, [*CLIPPED, *WORLDS["pipeline x2, 1f1b"]]),
     "a block shifted by one": (Division, "layouts", _shift_block, WORLDS["ddp x2"]),
 }
@@ -163,5 +163,4 @@ def test_one_by_one_has_the_curve_of_together(
     options = [*VARIATIONS[variation], "virtual_ranks=8"]
     one_by_one = fit_and_test(compose(folder, *small, "experiment=parity", *SHORT, *options, "bit_exact=true"))
     together = alone(*options)
-    assert max(distances(one_by_one, together)) < TOLERANCE
-    assert one_by_one.losses != together.losses
+    assert 0 < max(distances(one_by_one, together)) < TOLERANCE
