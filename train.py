@@ -1,7 +1,7 @@
 """Train a network: `python train.py strategy=ddp trainer.devices=4`; `python train.py --help` lists the options.
 
 `onecurve.main` composes the configuration from conf/ and the command line, makes the run's folder, starts the ranks,
-and records how they end. Every rank calls `run` with the same configuration (`launch.function` names it).
+and records how they end. Every rank calls `run`, which the option `launch.function` names, with the same configuration.
 """
 
 import sys

@@ -27,7 +27,7 @@ class ExactResumption(L.Callback):
     - Checkpoint callbacks keep their scores, also in a folder that was moved. Lightning's ModelCheckpoint discards them
       if its absolute path has changed, and then replaces the best checkpoint by a worse one; it saves `current_score`
       but does not restore it. (`ModelCheckpoint.load_state_dict`,
-      https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/callbacks/model_checkpoint.py)
+      https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.6/src/lightning/pytorch/callbacks/model_checkpoint.py)
     - What another process has trained is evaluated at its step, where Lightning logs at step 0.
     - A run that EarlyStopping has ended stays ended, unless its patience has changed; Lightning would train until the
       next check, and restores the patience as well.
@@ -68,9 +68,10 @@ class ExactResumption(L.Callback):
         It tests averaged weights also then: their callbacks put them into the module after the last checkpoint.
         """
         set_progress(trainer, self._position(trainer))
-        for callback in [] if self._has_trained else cast(Any, trainer).callbacks:
-            if _has_average(callback, trainer.current_epoch):
-                callback.on_train_end(trainer, pl_module)
+        if not self._has_trained:
+            for callback in cast(Any, trainer).callbacks:
+                if _has_average(callback, trainer.current_epoch):
+                    callback.on_train_end(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         set_steps_of_loggers(trainer, self._steps)  # in a resumed run what LearningRateMonitor logs here
@@ -100,13 +101,12 @@ class ExactResumption(L.Callback):
         data, loop, steps = cast(Any, trainer.datamodule), trainer.fit_loop, self._steps
         epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
         epoch, epoch_steps = epochs.processed, self._epoch_steps
-        is_in_epoch = epochs.started > epochs.processed
-        # Lightning then counts the epoch as processed; in a resumed run it does not increment `ready`.
-        has_stopped_in_epoch = not is_in_epoch and epochs.ready <= epochs.processed and epoch_steps > 0
-        if is_in_epoch:  # another callback may save before this one has counted
+        if epochs.started > epochs.processed:  # another callback may save before this one has counted
             epoch_steps = batches.current.processed
             steps += epoch_steps - self._epoch_steps
-        if has_stopped_in_epoch:
+        elif epochs.ready <= epochs.processed and epoch_steps > 0:
+            # The run has stopped within the epoch, which Lightning counts as processed. (A resumed run does not
+            # increment `ready`.)
             epoch -= 1
         if data.steps_per_epoch is None:  # `is_last_batch` holds from before the batch to the next epoch
             has_ended = batches.is_last_batch and batches.current.processed == batches.current.ready
@@ -121,9 +121,10 @@ class ExactResumption(L.Callback):
         if trainer.training:
             self._restore_position(trainer, checkpoint)
             self._requires_grad = checkpoint.get("requires_grad", {})
-            for callback in trainer.callbacks if checkpoint.get("has_begun_epoch") else []:
-                if isinstance(callback, callbacks.BaseFinetuning | callbacks.LearningRateMonitor):
-                    _skip_epoch_start(callback)
+            if checkpoint.get("has_begun_epoch"):
+                for callback in cast(Any, trainer).callbacks:
+                    if isinstance(callback, callbacks.BaseFinetuning | callbacks.LearningRateMonitor):
+                        _skip_epoch_start(callback)
             _restore_history(trainer, checkpoint["callbacks"])
             self._early_stop = _restore_early_stopping(trainer, checkpoint["callbacks"])
             if any(isinstance(callback, callbacks.ModelPruning) for callback in cast(Any, trainer).callbacks):

@@ -275,4 +275,4 @@ def _as_before(trainer: Any, module: L.LightningModule) -> Iterator[Callable[[],
             yield restore
         finally:
             data.parts = parts
-            data.end_parts()
+            data.use_samples_of_hooks()

@@ -37,13 +37,13 @@ class StepPart(NamedTuple):
     """A part of an optimizer step that a rank computes in a forward and a backward pass of its own.
 
     Attributes:
-        samples: (n,) indices that identify the samples.
+        sample_index: (n,) indices that identify the samples.
         batch: what `training_step` takes.
         weight: number of samples, relative to the mean over the parts of all ranks; 1 for a virtual rank.
         size: number of samples; None if only the batch tells, as of one that the dataset has made.
     """
 
-    samples: Tensor
+    sample_index: Tensor
     batch: Any
     weight: float = 1.0
     size: int | None = None

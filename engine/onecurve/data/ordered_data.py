@@ -172,16 +172,17 @@ class OrderedData(L.LightningDataModule):
         first, as each process of DistributedDataParallel sees the batch of its own rank.
         """
         self.parts = batch.map(self._after_transfer, dataloader_idx)
-        self.end_parts()
+        self.use_samples_of_hooks()
         return batch_of_hooks(self.parts, self.bit_exact)
 
-    def begin_part(self, part: StepPart) -> None:
-        self._sample_index = part.samples
+    def use_samples_of(self, part: StepPart) -> None:
+        """Let `sample_index` be that of a part of the step."""
+        self._sample_index = part.sample_index
 
-    def end_parts(self) -> None:
-        """Let `sample_index` be that of what the hooks of a step get."""
-        samples = [part.samples for part in self.parts]
-        self._sample_index = samples[0] if self.bit_exact or len(samples) == 1 else torch.cat(samples)
+    def use_samples_of_hooks(self) -> None:
+        """Let `sample_index` be that of the batch which the hooks of a step get."""
+        of_parts = [part.sample_index for part in self.parts]
+        self._sample_index = of_parts[0] if self.bit_exact or len(of_parts) == 1 else torch.cat(of_parts)
 
     def _transfer(self, part: StepPart, device: torch.device, dataloader_idx: int) -> Any:
         if isinstance(part.batch, Batch) and part.batch.image.device == device:
@@ -194,7 +195,7 @@ class OrderedData(L.LightningDataModule):
         A module that has `takes_batch` gets a `Batch` with its weights; any other module gets what the loader yields,
         or the pair of a `Batch`.
         """
-        self.begin_part(part)
+        self.use_samples_of(part)
         batch = self._call_hook(part, "on_after_batch_transfer", dataloader_idx)
         if not self._takes_batch:
             if not isinstance(batch, Batch):
@@ -377,8 +378,9 @@ class OrderedData(L.LightningDataModule):
         is_users = is_own or is_overridden(name, self._module, L.LightningModule)
         if isinstance(part.batch, Batch) or not is_users:  # those of Lightning draw nothing
             return hook(part.batch, *args)
-        number = FETCHING - 1 - _HOOKS.index(name) - len(_HOOKS) * args[-1]  # of hook and loader; that of no step
-        key = hash_ints(self.run_seed, drawing_epoch(self.trainer), int(part.samples[0]), number)
+        loader = args[-1]
+        number = FETCHING - 1 - (loader * len(_HOOKS) + _HOOKS.index(name))  # below FETCHING: that of no step
+        key = hash_ints(self.run_seed, drawing_epoch(self.trainer), int(part.sample_index[0]), number)
         seed_generators(int(key), self._module.device.type)
         with refuse_draws(name, self.division.is_divided, self._module.device.type):
             return hook(part.batch, *args)

@@ -46,6 +46,8 @@ class RankLoader:
     Args:
         loader: the user's loader.
         batches: the indices of the rank's batches; it yields those of an optimizer step at once.
+        seed: seed of the run.
+        device: device of the rank.
         is_divided: whether other ranks or micro-batches hold parts of the same global batch.
     """
 
@@ -69,7 +71,7 @@ class RankLoader:
         samples = SeededSamples(self.dataset, collate_function(loader), is_divided, axis)
         keyed = _KeyedBatches(batches, seed, keep_padding=fetches)
         options = {name: getattr(loader, name) for name in _OPTIONS} | {"pin_memory": device.type == "cuda"}
-        self._loader = _fetch(loader, samples, keyed, loader.num_workers, seed, **options)
+        self._loader = _seeded_loader(loader, samples, keyed, loader.num_workers, seed, **options)
 
     def __len__(self) -> int:
         return len(self.sampler) // self.sampler.parts_per_step
@@ -177,7 +179,7 @@ class SeededSamples(Dataset[Any]):
             raise
 
 
-def _fetch(
+def _seeded_loader(
     loader: DataLoader[Any], samples: SeededSamples, batches: Iterable[Tensor], workers: int, seed: int, **options: Any
 ) -> DataLoader[Any]:
     """Return a loader of batches of (2, n) indices and keys, whose workers start like those of the user's loader."""
@@ -190,7 +192,7 @@ def _fetch(
     )
 
 
-def _probe(
+def _probe_loader(
     loader: DataLoader[Any], batches: Iterable[Tensor], seed: int, collate: Callable[[list[Any]], Any] | None = None
 ) -> DataLoader[Any]:
     """Return a loader of batches of (n,) indices, which are fetched apart from training.
@@ -199,7 +201,7 @@ def _probe(
     """
     samples = SeededSamples(loader.dataset, collate or collate_function(loader))
     keyed = [torch.stack([indices, hash_ints(seed, 0, indices)]) for indices in batches]
-    return _fetch(loader, samples, keyed, min(1, loader.num_workers), seed)
+    return _seeded_loader(loader, samples, keyed, min(1, loader.num_workers), seed)
 
 
 def worker_options(loader: DataLoader[Any], workers: int, seed: int, epoch: int = 0) -> dict[str, Any]:
@@ -239,7 +241,7 @@ def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
     if fetches_batches(loader.dataset):
         return
     count = 1 if disables_batching(loader) else min(_PROBED, len(loader.dataset))  # type: ignore[arg-type]
-    (_, first), (_, again) = _probe(loader, [torch.arange(count)] * 2, seed)
+    (_, first), (_, again) = _probe_loader(loader, [torch.arange(count)] * 2, seed)
     if not are_equal(first, again):
         _log.warning(
             "%s: a sample fetched twice differs, although torch, NumPy and Python are seeded alike. %s has a random "
@@ -262,10 +264,13 @@ def find_sample_axis(pairs: Sequence[Any], singles: Sequence[Any]) -> SampleAxis
             if path != other:  # a list of samples shifts the leaves behind it
                 continue
             sizes = zip(getattr(two, "shape", ()), getattr(one, "shape", ()), strict=False)
-            doubled.update(SampleAxis(leaf, dim, b) for dim, (a, b) in enumerate(sizes) if b and a == 2 * b)
-    rated = doubled.items()
-    axis, times = max(rated, key=lambda item: (item[1], item[0].per_sample == 1), default=(None, 0))
-    return axis if times > 1 else None
+            for dim, (of_pair, of_one) in enumerate(sizes):
+                if of_one and of_pair == 2 * of_one:
+                    doubled[SampleAxis(leaf, dim, of_one)] += 1
+    if not doubled:
+        return None
+    axis = max(doubled, key=lambda found: (doubled[found], found.per_sample == 1))
+    return axis if doubled[axis] > 1 else None
 
 
 def sample_axis(loader: DataLoader[Any], order: Tensor | list[Tensor], seed: int) -> SampleAxis | None:
@@ -285,7 +290,7 @@ def sample_axis(loader: DataLoader[Any], order: Tensor | list[Tensor], seed: int
         return None
     chosen = torch.linspace(0, len(pairs) - 1, _PROBED_PAIRS, dtype=torch.float64).long().unique().tolist()
     small = [pairs[number][:size] for number in chosen for size in (2, 1)]
-    made = [batch for _, batch in _probe(loader, small, seed, partial(_collate_if_possible, loader.collate_fn))]
+    made = [batch for _, batch in _probe_loader(loader, small, seed, partial(_collate_if_possible, loader.collate_fn))]
     return find_sample_axis(made[::2], made[1::2])
 
 
@@ -318,7 +323,7 @@ def examples(loader: DataLoader[Any], spans: Sequence[tuple[int, int]], seed: in
             batches.append(order[hash_ints(seed, numbers) % len(order)])
         else:
             batches.append(order[0][numbers % len(order[0])])
-    return [StepParts([as_part(*batch)]) for batch in _probe(loader, batches, seed)]
+    return [StepParts([as_part(*batch)]) for batch in _probe_loader(loader, batches, seed)]
 
 
 def fetches_batches(dataset: Any) -> bool:

@@ -50,7 +50,7 @@ from onecurve.process.rank import (
     usable_cores,
 )
 from onecurve.process.started_by import check_tasks_are_started, forget_launcher, started_by, take_environment
-from onecurve.records.events import append_event, logged_steps, read_events
+from onecurve.records.events import STARTS, append_event, last_of, logged_steps, read_events
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
@@ -65,9 +65,9 @@ def launch(
 
     Args:
         cfg: the composed configuration.
-        around_workers: context manager around the processes that this launcher starts; it gets the resolved
-            configuration.
-        keep_trainer: gets the trainer after the run if this process is a rank.
+        around_workers: context manager around the processes that this launcher starts, as those of a sweep's job; it
+            gets the resolved configuration.
+        keep_trainer: gets the trainer after the run if this process is a rank, as in a notebook.
     """
     check_tasks_are_started()
     if env := detect_cluster_environment():
@@ -189,8 +189,8 @@ def _next_start(cfg: DictConfig, policy: restarts.DevicePolicy, end: RankFailedE
     else:
         before, change = cfg.trainer.accumulate_grad_batches, ""
         if cfg.launch.elastic and "OutOfMemoryError" in str(end).partition("\n")[0]:
-            starts = [event for event in read_events(cfg.run_dir) if "normalizes" in event]
-            cfg = restarts.with_smaller_micro_batches(cfg, not starts or starts[-1]["normalizes"])
+            started = last_of(read_events(cfg.run_dir), *STARTS)
+            cfg = restarts.with_smaller_micro_batches(cfg, started.get("normalizes", True))
         if cfg.trainer.accumulate_grad_batches != before:
             change = f" with trainer.accumulate_grad_batches={cfg.trainer.accumulate_grad_batches}"
         print(f"restarting{change}; {policy.restarts_left} restarts left after this one", file=sys.stderr)
@@ -226,7 +226,7 @@ def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
                 raise _stopped(cfg) from None
             raise first_failure(failed, cfg.run_dir, Path(reports)) from None
         finally:
-            os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+            os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)  # the launcher sets it, and a sweep has another run
     metrics_or_signal = results[0]
     if isinstance(metrics_or_signal, int):
         raise signals.Stopped(metrics_or_signal)

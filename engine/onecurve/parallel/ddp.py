@@ -126,7 +126,7 @@ class DDP(DDPStrategy):
             raise UserError(f"bit_exact=true adds gradients as they are: unset strategy.comm_hook={self.comm_hook}")
 
     @property
-    def _adds_virtual_ranks(self) -> bool:
+    def is_bit_exact(self) -> bool:
         return cast(Any, self.lightning_module).trainer.datamodule.bit_exact
 
     def setup(self, trainer: L.Trainer) -> None:
@@ -157,7 +157,7 @@ class DDP(DDPStrategy):
 
     def configure_ddp(self) -> None:
         """Wrap the module, and register the hook; of virtual ranks `VirtualRanks` adds the gradients."""
-        if self._adds_virtual_ranks:
+        if self.is_bit_exact:
             return
         module = cast(nn.Module, self.lightning_module)
         self._is_averaged: dict[Tensor, bool] = {weight: weight.requires_grad for weight in module.parameters()}
@@ -175,7 +175,7 @@ class DDP(DDPStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Begin anew after weights were frozen, unfrozen or added: DDP averages those that it has found trainable."""
-        if self._adds_virtual_ranks:
+        if self.is_bit_exact:
             return
         weights = [*self._is_averaged, *weights_of(self.optimizers)]
         if any(weight.requires_grad != self._is_averaged.get(weight) for weight in weights):
@@ -197,7 +197,7 @@ class DDP(DDPStrategy):
     def _check_gradients(self, module: L.LightningModule) -> None:
         """Check that DDP has averaged the gradients: it cannot without all that it waits for, nor those of others."""
         model: Any = self.model  # not wrapped if virtual ranks are added
-        may_skip = self._adds_virtual_ranks or model.find_unused_parameters or not module.automatic_optimization
+        may_skip = self.is_bit_exact or model.find_unused_parameters or not module.automatic_optimization
         if may_skip or not model.require_backward_grad_sync:
             return
         for weight, is_averaged in self._is_averaged.items():

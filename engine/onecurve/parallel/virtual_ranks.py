@@ -58,10 +58,10 @@ class VirtualRanks:
     def one_pass(self, place: int) -> Iterator[None]:
         """Return a context for the forward and the backward pass of the virtual rank `own[place]`."""
         sums = self.sums[-1]  # a pipeline's schedule computes the others, the stages
-        sums.begin_forward()
+        sums.copy_buffers()
         yield
-        sums.end_forward(place)
-        sums.end_backward(place)
+        sums.add_buffers(place)
+        sums.add_gradients(place)
 
     @timed_communication()
     @torch.no_grad()
@@ -72,7 +72,7 @@ class VirtualRanks:
         """
         table = rows.new_zeros(self.count, rows.shape[1])
         table[self.own.start : self.own.stop : self.own.step] = rows
-        integers = [table.view(torch.int64).flatten(), *(sums.integers() for sums in self.sums)]
+        integers = [table.view(torch.int64).flatten(), *(sums.exchanged_integers() for sums in self.sums)]
         if len(self.of_processes) > 1:
             # A number is zero in all processes but one, so that the sum of its bits is exact.
             total = torch.cat(integers)
@@ -95,38 +95,39 @@ class PassSums:
         weights = dict.fromkeys(weight for part in modules for weight in part.parameters(recurse=False))
         self.weights = [weight for weight in weights if weight.requires_grad]
         self._kept: list[Tensor | None] = [None] * len(self.weights)
-        self._places = self._buffers()
-        buffers = dict.fromkeys(buffer for *_, buffer in self._places)  # a buffer may have two names
-        self._floats = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
-        self._others = [buffer for buffer in buffers if not (buffer.is_floating_point() or buffer.is_complex())]
+        self._owners = self._buffers()
+        buffers = dict.fromkeys(buffer for *_, buffer in self._owners)  # a buffer may have two names
+        self._floats = [buffer for buffer in buffers if _has_mean(buffer)]
+        self._integers = [buffer for buffer in buffers if not _has_mean(buffer)]
         self._gradients, self._means = TreeSum(), TreeSum()
         self._has_gradient = [False] * len(self.weights)
-        self._first = [torch.zeros_like(buffer) for buffer in self._others]  # those of virtual rank 0, if it is here
+        # What virtual rank 0 has left; zeros if another process computes it.
+        self._integers_of_first = [torch.zeros_like(buffer) for buffer in self._integers]
 
     def _buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
         """Return each buffer, with its module and its name there."""
         named = [(part, part.named_buffers(recurse=False, remove_duplicate=False)) for part in self._modules]
         return [(part, name, buffer) for part, buffers in named for name, buffer in buffers]
 
-    def begin_forward(self) -> None:
-        """Give the network copies of its buffers."""
-        copies = {buffer: buffer.clone() for buffer in (*self._floats, *self._others)}
-        for part, name, buffer in self._places:
+    def copy_buffers(self) -> None:
+        """Give the network copies of its buffers, for a forward pass."""
+        copies = {buffer: buffer.clone() for buffer in (*self._floats, *self._integers)}
+        for part, name, buffer in self._owners:
             setattr(part, name, copies[buffer])
 
-    def end_forward(self, place: int) -> None:
-        """Add the buffers of the virtual rank `own[place]`."""
-        if changed := _shapes(self._places) ^ _shapes(self._buffers()):
+    def add_buffers(self, place: int) -> None:
+        """Add the buffers that the forward pass of the virtual rank `own[place]` has left."""
+        if changed := _shapes(self._owners) ^ _shapes(self._buffers()):
             _, name, _ = changed.pop()
             raise UserError(
                 f"bit_exact=true: the forward pass adds, removes or resizes the buffer {name}, of which virtual ranks "
                 "need a mean: give it its shape in the constructor"
             )
-        now: dict[Tensor, Any] = {buffer: part.get_buffer(name) for part, name, buffer in self._places}
-        # A sum of V masks of the smallest float would overflow, and 1/V is exact, because V is a power of two.
+        now: dict[Tensor, Any] = {buffer: part.get_buffer(name) for part, name, buffer in self._owners}
+        # A sum of masks of the smallest float would overflow; 1 / count is exact, because `Division` takes powers of 2.
         self._means.add([upcast_half(now[buffer]) / self.count for buffer in self._floats], self.own[place])
         if self.own[place] == 0:
-            self._first = [now[buffer] for buffer in self._others]
+            self._integers_of_first = [now[buffer] for buffer in self._integers]
 
     def keep_gradients(self) -> None:
         """Keep the gradients that the weights have."""
@@ -135,11 +136,8 @@ class PassSums:
             weight.grad = None
 
     @torch.no_grad()
-    def end_backward(self, place: int) -> None:
-        """Add the gradients of the virtual rank `own[place]`.
-
-        If this process computes every n-th of them, FSDP2 has added those of all n processes.
-        """
+    def add_gradients(self, place: int) -> None:
+        """Add the gradients of the virtual rank `own[place]`, which its backward pass has computed."""
         gradients = []
         for number, weight in enumerate(self.weights):
             if weight.grad is None:
@@ -148,28 +146,30 @@ class PassSums:
                 gradients.append(weight.grad)
                 self._has_gradient[number] = True
             weight.grad = None
+        # If this process computes every n-th virtual rank, FSDP2 has added the gradients of n processes.
         processes = self.own.step
-        self._gradients.add(gradients, self.own[place] // processes * processes, processes)
+        first = self.own[place] - self.own[place] % processes
+        self._gradients.add(gradients, first, processes)
 
-    def integers(self) -> Tensor:
+    def exchanged_integers(self) -> Tensor:
         """Return (n,) int64: whether each weight has a gradient, and the buffers of virtual rank 0 without a mean."""
-        tensors = [*self.weights, *self._floats, *self._others]
+        tensors = [*self.weights, *self._floats, *self._integers]
         device = tensors[0].device if tensors else torch.device("cpu")
         flags = constant(tuple(self._has_gradient), torch.int64, device)
-        return torch.cat([flags, *(buffer.flatten().long() for buffer in self._first)])
+        return torch.cat([flags, *(buffer.flatten().long() for buffer in self._integers_of_first)])
 
     def finish(self, integers: Tensor, of_processes: Sequence[range], group: Any) -> None:
         """Set the gradients of the weights, and the buffers. Every process of the group must call it.
 
-        It takes the sum of `integers()` over the processes, and the virtual ranks of each process.
+        It takes the sum of `exchanged_integers()` over the processes, and the virtual ranks of each process.
         """
-        has_gradient, *first = integers.split([len(self.weights), *(buffer.numel() for buffer in self._others)])
+        has_gradient, *first = integers.split([len(self.weights), *(buffer.numel() for buffer in self._integers)])
         gradients, means = self._add(of_processes, group)
         # The host waits for the device only if no pass of this process has computed some gradient.
         self._set_gradients(gradients, self._has_gradient if all(self._has_gradient) else has_gradient.tolist())
-        for part, name, buffer in self._places:
+        for part, name, buffer in self._owners:
             setattr(part, name, buffer)
-        for buffer, value in zip((*self._floats, *self._others), (*means, *first), strict=True):
+        for buffer, value in zip((*self._floats, *self._integers), (*means, *first), strict=True):
             buffer.copy_(value.view(buffer.shape))
 
     def _set_gradients(self, gradients: list[Tensor], has_gradient: list[bool]) -> None:
@@ -187,6 +187,10 @@ class PassSums:
         both.nodes = {key: [*gradients[key], *means[key]] for key in gradients}
         sums = sum_over_ranks(both, of_processes, group)
         return sums[: len(self.weights)], sums[len(self.weights) :]
+
+
+def _has_mean(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
 
 
 def _shapes(buffers: Sequence[tuple[nn.Module, str, Tensor]]) -> set[tuple[nn.Module, str, torch.Size]]:

@@ -174,7 +174,8 @@ class LoggedValues(Results):
         self._trainer, self.virtual = trainer, trainer.virtual_metrics
         self.dtype = torch.float64 if trainer.precision == "64-true" else torch.float32
         self._pass_log: PassLog | None = None
-        self.rank_weight, self.samples = 1.0, 0  # of this rank's step: samples, also relative to the mean of the ranks
+        self.num_samples = 0  # of this rank in the step
+        self.rank_weight = 1.0  # their number, relative to the mean of the ranks
         self._warned = set[str]()
         self._group: Any = None  # of the ranks that share the samples, in the stage of the values
 
@@ -203,7 +204,7 @@ class LoggedValues(Results):
         if self.rank_weight != 1 and is_reduced and _reduction(options) == "mean":
             # Lightning takes the mean over the ranks, of which this one has w of the mean number of samples, and counts
             # the value as `batch_size`. So a step logs the mean of w * value, and an epoch adds (w * value) * (n / w).
-            size = (options["batch_size"] or self.samples) / self.rank_weight
+            size = (options["batch_size"] or self.num_samples) / self.rank_weight
             value, options = value * self.rank_weight, options | {"batch_size": size}
         if options["sync_dist"] and options["sync_dist_group"] is None:  # a sum counts each sample once
             options = options | {"sync_dist_group": group}

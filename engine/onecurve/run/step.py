@@ -45,11 +45,13 @@ class StepInParts(Optimization):
     checked_steps = 0
 
     def make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
-        data, results = self.trainer.datamodule, results_of(self.trainer.fit_loop.epoch_loop)
+        data = self.trainer.datamodule
+        results = results_of(self.trainer.fit_loop.epoch_loop)
         takes_weights = getattr(self.trainer.lightning_module, "takes_batch", False)
         # Equal for all parts of a rank in a step. `OrderedData` gives it to the samples of a module that takes weights.
         weight = 1.0 if takes_weights else data.parts[0].weight
-        results.rank_weight, results.samples = weight, sum(len(part.samples) for part in data.parts)
+        results.rank_weight = weight
+        results.num_samples = sum(len(part.sample_index) for part in data.parts)
         shares_loss = isinstance(optimizer, LBFGS) and data.parallel.dp_size > 1
         if len(data.parts) == 1 and not data.bit_exact and weight == 1 and not shares_loss:
             return super().make_closure(kwargs, optimizer, batch_idx)
@@ -60,37 +62,37 @@ class StepInParts(Optimization):
 
         The loss of each part counts by `weight` in the mean over the ranks.
         """
-        trainer, data, outputs = self.trainer, self.trainer.datamodule, list[Any]()
-        results, log = results_of(trainer.fit_loop.epoch_loop), PassLog(trainer.strategy.root_device)
+        trainer, data = self.trainer, self.trainer.datamodule
+        outputs, log = list[Any](), PassLog(trainer.strategy.root_device)
+        results = results_of(trainer.fit_loop.epoch_loop)
         plugin, module = trainer.precision_plugin, trainer.lightning_module
         backward = self.backward_pass(optimizer)
         divisor = data.virtual_ranks if data.bit_exact else data.accumulate  # parts of a batch that add up to its mean
-        hidden, kept = self._begin_check(module, data.bit_exact), _gradients_for_hooks(trainer)
+        hidden = self._begin_check(module, data.bit_exact)
+        kept = _gradients_for_hooks(trainer)
         passes = _VirtualRankPasses(trainer, step) if data.bit_exact else _MicroBatchPasses(trainer)
         # `post_backward` calls `on_after_backward`, which waits for the complete gradient.
         with mock.patch.object(plugin, "post_backward", lambda loss, module: loss.detach()):
-            for number, part in enumerate(data.parts):
-                with passes.one_pass(number, part), timed_computation():
+            for index, part in enumerate(data.parts):
+                with passes.one_pass(index, part), timed_computation():
                     with results.divert(log):
                         output = self.forward_pass(kwargs | {"batch": part.batch})
                     if hidden is not None:
-                        hidden.end_forward(number)
-                    if number == 0:
+                        hidden.end_forward(index)
+                    if index == 0:
                         if backward:
                             self.reset_gradients(step, optimizer)
-                        if isinstance(passes, _VirtualRankPasses):  # what the module does not reset is of the step
-                            passes.virtual.keep_gradients()
+                        passes.keep_gradients()
                     if backward and output.closure_loss is not None:
                         with results.divert(log):
                             backward(output.closure_loss * weight / divisor)
                 log.end_pass(output.loss)
                 outputs.append(output.extra)
-        data.end_parts()
+        data.use_samples_of_hooks()
         table = passes.finish(log.rows())
         if backward:  # not within the first pass: the others would see what the hook changes, such as an average
-            _swap_gradients(kept)
-            self.call_before_reset(optimizer)
-            _swap_gradients(kept)
+            with _gradients_replaced(kept):
+                self.call_before_reset(optimizer)
         with plugin.forward_context():  # a metric that Lightning moves to the device takes the default type
             log.log(results, table, is_complete=data.bit_exact)
         loss = log.mean_loss(table)
@@ -119,9 +121,15 @@ def _gradients_for_hooks(trainer: Any) -> dict[nn.Parameter, Tensor | None]:
     return {weight: None if weight.grad is None else weight.grad.clone() for weight in weights}
 
 
-def _swap_gradients(kept: dict[nn.Parameter, Tensor | None]) -> None:
-    for weight, gradient in kept.items():
-        kept[weight], weight.grad = weight.grad, gradient
+@contextmanager
+def _gradients_replaced(others: dict[nn.Parameter, Tensor | None]) -> Iterator[None]:
+    """Return a context in which weights have other gradients."""
+    own = {weight: weight.grad for weight in others}
+    for weight, gradient in others.items():
+        weight.grad = gradient
+    yield
+    for weight, gradient in own.items():
+        weight.grad = gradient
 
 
 class _MicroBatchPasses:
@@ -133,21 +141,24 @@ class _MicroBatchPasses:
             norm.begin_step()  # an optimizer such as LBFGS computes a step several times
 
     @contextmanager
-    def one_pass(self, number: int, part: StepPart) -> Iterator[None]:
+    def one_pass(self, index: int, part: StepPart) -> Iterator[None]:
         """Compute a micro-batch: each begins with the same generators, and draws the numbers of its samples.
 
         The last one leaves the generators as a step of one part does.
         """
-        is_last = number == len(self.trainer.datamodule.parts) - 1
+        is_last = index == len(self.trainer.datamodule.parts) - 1
         with ExitStack() as stack:
             if not is_last:
                 stack.enter_context(isolate_rng(include_cuda=False))
                 # Strategies of one process have nothing to synchronize.
                 stack.enter_context(getattr(self.trainer.strategy, "block_backward_sync", nullcontext)())
-            self.trainer.datamodule.begin_part(part)
+            self.trainer.datamodule.use_samples_of(part)
             self.trainer.random_numbers.begin_part(self.trainer)
             yield
             sample_random.check()
+
+    def keep_gradients(self) -> None:
+        """Leave gradients that the module does not reset where they are: those of the passes are added to them."""
 
     def finish(self, rows: Tensor) -> Tensor:
         """Return the rows of the table of logged values."""
@@ -164,11 +175,15 @@ class _VirtualRankPasses:
         self.virtual.begin(trainer.datamodule.parts, step, self._begin_part)
 
     @contextmanager
-    def one_pass(self, number: int, part: StepPart) -> Iterator[None]:
+    def one_pass(self, index: int, part: StepPart) -> Iterator[None]:
         """Compute a virtual rank, which draws its own random numbers."""
-        self._begin_part(self.virtual.own[number], part)
-        with without_collectives(self.trainer.strategy), self.virtual.one_pass(number):
+        self._begin_part(self.virtual.own[index], part)
+        with without_collectives(self.trainer.strategy), self.virtual.one_pass(index):
             yield
+
+    def keep_gradients(self) -> None:
+        """Keep gradients that the module does not reset: they count once in the step, not in each virtual rank."""
+        self.virtual.keep_gradients()
 
     def finish(self, rows: Tensor) -> Tensor:
         """Return the rows of all virtual ranks, when the gradients are complete."""
@@ -185,7 +200,7 @@ class _VirtualRankPasses:
         return table
 
     def _begin_part(self, virtual_rank: int, part: StepPart) -> None:
-        self.trainer.datamodule.begin_part(part)
+        self.trainer.datamodule.use_samples_of(part)
         self.metrics.enter(virtual_rank)
         self.random.begin_virtual_rank(self.trainer, self.step, virtual_rank)
 

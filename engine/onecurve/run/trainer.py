@@ -137,28 +137,29 @@ class Trainer(L.Trainer):
         self._fitted: L.LightningDataModule | None = None  # the user's data of the last fit
         self._arguments = {"timeout": timeout, **kwargs}
         self._folder = Path(default_root_dir or _FOLDER).expanduser()
-        self._state_before_module = _seed_generators(self.seed)
+        self._state_before_module = _seed_initial_weights(self.seed)
         accelerator, devices = resolve_devices(accelerator, devices)
         kwargs["deterministic"] = kwargs.get("deterministic") or (bit_exact and accelerator != "cpu") or None
         plugins: list[Any] = [AtomicCheckpointIO(), *arguments.as_list(kwargs.pop("plugins", None))]
         if kwargs.get("precision") == "64-true":  # Lightning accepts this name with some strategies only
             kwargs["precision"] = None
             plugins.append(DoublePrecision())
-        own = self._with_last_checkpoint(arguments.named(callbacks), kwargs.pop("enable_checkpointing", None))
-        arguments.check_callbacks_are_possible(own)
+        given = self._with_last_checkpoint(arguments.named(callbacks), kwargs.pop("enable_checkpointing", None))
+        arguments.check_callbacks_are_possible(given)
         # Callbacks that begin each part of a step: run/step.py.
-        self.random_numbers, self.virtual_metrics = RandomNumbers(self.seed), VirtualMetrics() if bit_exact else None
+        self.random_numbers = RandomNumbers(self.seed)
+        self.virtual_metrics = VirtualMetrics() if bit_exact else None
         loggers = arguments.as_list(None if isinstance(logger, bool) else logger)
         self._recorder = RunRecorder(config, loggers)
         super().__init__(
             strategy=resolve_strategy(strategy, devices, kwargs.get("num_nodes", 1)),
             accelerator=accelerator,
             devices=devices,
-            callbacks=self._all_callbacks(own, timeout),
+            callbacks=self._all_callbacks(given, timeout),
             logger=CSVLogger(self._folder),  # RunRecorder puts the others before it, when it starts them
             plugins=plugins,
             default_root_dir=self._folder,
-            enable_checkpointing=arguments.has_kind(own, Checkpoint),
+            enable_checkpointing=arguments.has_kind(given, Checkpoint),
             # OrderedData divides the data itself; Lightning's wrapper would shuffle it again.
             use_distributed_sampler=False,
             # RunRecorder logs the configuration, which a module's own hyper-parameters would replace in config.yaml.
@@ -169,19 +170,19 @@ class Trainer(L.Trainer):
         if accelerator == "cpu":
             tune_malloc()
 
-    def _with_last_checkpoint(self, own: dict[str, L.Callback], is_wanted: bool | None) -> dict[str, L.Callback]:
+    def _with_last_checkpoint(self, given: dict[str, L.Callback], is_wanted: bool | None) -> dict[str, L.Callback]:
         """Return the given callbacks, with one that saves the last state, behind the others, whose state it saves."""
         folder = str(self._folder / CHECKPOINTS)
         # The template chooses its own.
-        if self._is_script and is_wanted is not False and not arguments.has_kind(own, LastCheckpoint):
-            own["checkpoint"] = LastCheckpoint(folder)
-        for one in own.values():
+        if self._is_script and is_wanted is not False and not arguments.has_kind(given, LastCheckpoint):
+            given["checkpoint"] = LastCheckpoint(folder)
+        for one in given.values():
             if isinstance(one, ModelCheckpoint) and one.dirpath is None:
                 one.dirpath = folder
-        return dict(sorted(own.items(), key=lambda item: isinstance(item[1], LastCheckpoint)))
+        return dict(sorted(given.items(), key=lambda item: isinstance(item[1], LastCheckpoint)))
 
-    def _all_callbacks(self, own: dict[str, L.Callback], timeout: float) -> list[L.Callback]:
-        """Return the callbacks of every run around `own`, in the order in which Lightning calls their hooks."""
+    def _all_callbacks(self, given: dict[str, L.Callback], timeout: float) -> list[L.Callback]:
+        """Return the callbacks of every run around those given, in the order in which Lightning calls their hooks."""
         normalize = [NormGroups()] if self.sync_batchnorm and not self.bit_exact else []
         return [
             BegunEpoch(),  # before a signal may save, at the first step
@@ -200,9 +201,9 @@ class Trainer(L.Trainer):
             UnsavedStateCheck(),
             self.random_numbers,
             LoopChanges(),
-            ScheduleCheck(own),
+            ScheduleCheck(given),
             FiniteCheck(),
-            *own.values(),
+            *given.values(),
             *normalize,  # last: `throughput` counts the FLOPs of a few samples, without groups
         ]
 
@@ -329,9 +330,10 @@ class Trainer(L.Trainer):
     ) -> OrderedData:
         """Prepare the module, describe a run without a configuration, and return the data in its order."""
         given = [one for one in loaders.values() if one is not None]
-        in_place = next((one for one in given if isinstance(one, L.LightningDataModule)), None)
-        plain = in_place if datamodule is None else datamodule  # which may be of pytorch_lightning
-        if plain is not None and len(given) > (datamodule is None):
+        plain = datamodule
+        if plain is None and any(isinstance(one, L.LightningDataModule) for one in given):  # in the place of a loader
+            plain = given.pop(0)
+        if plain is not None and given:
             raise UserError(f"{stage}() has both loaders and a DataModule: give one of them")
         if plain is None and given:
             plain = GivenLoaders(loaders)
@@ -346,7 +348,7 @@ class Trainer(L.Trainer):
         return data
 
 
-def _seed_generators(seed: int) -> Tensor | None:
+def _seed_initial_weights(seed: int) -> Tensor | None:
     """Seed what initial weights are drawn from; return the state of torch's, unless the user has seeded it too."""
     with mock.patch.dict(os.environ):  # or a later trainer would take this seed for the user's
         L.seed_everything(seed, verbose=False)

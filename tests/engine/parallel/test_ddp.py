@@ -70,7 +70,7 @@ def test_broadcasts_buffers_only_where_they_differ(synced: bool, pool: Pool, sma
 def test_is_built_on_the_stream_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients accumulate on the stream on which DDP is built."""
     strategy, built = DDP(bucket_cap_mb=5), mock.Mock()
-    monkeypatch.setattr(DDP, "_adds_virtual_ranks", False)
+    monkeypatch.setattr(DDP, "is_bit_exact", False)
     monkeypatch.setattr("onecurve.parallel.ddp.DistributedDataParallel", built)
     monkeypatch.setattr(strategy, "determine_ddp_device_ids", lambda: [1])
     monkeypatch.setattr("torch.cuda.Stream", mock.Mock(side_effect=AssertionError("a side stream")))

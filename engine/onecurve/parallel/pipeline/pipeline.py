@@ -89,7 +89,7 @@ class Pipeline(ShardedStateStrategy):
         self.stages, self.schedule, self.spec = stages, schedule, SCHEDULES[schedule]
         self.microbatches, self.split, self.data_parallel = microbatches, split, data_parallel
         # What the network computes when a training step calls it; None outside of one.
-        self.call: Callable[[Tensor], Tensor] | None = None
+        self.training_forward: Callable[[Tensor], Tensor] | None = None
         self._losses: list[Tensor] | None = None  # of the micro-batches, on the last stage's rank; None before they run
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []  # the schedule's gradients, until `backward`
 
@@ -145,9 +145,9 @@ class Pipeline(ShardedStateStrategy):
             data = cast(Any, module.trainer).datamodule
             self.microbatches = len(data.parallel.virtual_ranks(data.virtual_ranks))
         self._stage_to_rank = self.spec.stage_to_rank(self.device_mesh["pipeline"].size())
-        blocks, stages = self._cut(module)
+        blocks, stages = self._build_stages(module)
         self._random_calls = sum(stage.calls for stage in stages)  # in a forward pass of the network in training
-        self._draws = self._random_calls > 0 or bool(dropouts(net))
+        self._has_random_calls = self._random_calls > 0 or bool(dropouts(net))
         self._keep_own_stages(net, blocks, stages)
         self.sent = values_sent(blocks)  # meta tensors like the inputs of the network and the outputs of each stage
         built = build_stages(self.own_stages, self.sent, self._group, self.root_device)
@@ -177,7 +177,7 @@ class Pipeline(ShardedStateStrategy):
         if self._is_sharded or (crashes and any(isinstance(part, nn.GroupNorm) for part in net.modules())):
             net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
 
-    def _cut(self, module: L.LightningModule) -> tuple[list[list[Block]], list[Stage]]:
+    def _build_stages(self, module: L.LightningModule) -> tuple[list[list[Block]], list[Stage]]:
         """Return the blocks of each stage, and all stages, after a comparison of these with the network."""
         net = cast(nn.Module, module.net)
         inputs, batch = self._example(module)
@@ -229,14 +229,15 @@ class Pipeline(ShardedStateStrategy):
         return loss if self._divisor == 1 else loss / self._divisor
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.call is not None:  # in the pass of a virtual rank
+        if self.training_forward is not None:  # in the pass of a virtual rank
             return super().training_step(batch, *args, **kwargs)
         micro_batches = [micro_batch(batch, number, self.microbatches) for number in range(self.microbatches)]
-        self._losses, self.call = None, partial(self._train_batch, micro_batches)
+        self._losses = None
+        self.training_forward = partial(self._train_batch, micro_batches)
         try:
             result = super().training_step(batch, *args, **kwargs)
         finally:
-            self.call = None
+            self.training_forward = None
         returned = result["loss"] if isinstance(result, dict) else result
         if self._losses is not None and isinstance(returned, Tensor):
             self.compare_loss(returned.detach())
@@ -270,17 +271,17 @@ class Pipeline(ShardedStateStrategy):
             )
 
     @timed_communication()  # between the passes a rank waits
-    def _train_batch(self, batch: Sequence[Any], inputs: Tensor) -> Tensor:
+    def _train_batch(self, micro_batches: Sequence[Any], inputs: Tensor) -> Tensor:
         """Train a batch from the inputs of the network; return its (samples, ...) outputs on every rank."""
-        count, seed = len(batch), torch.initial_seed()
+        count, seed = len(micro_batches), torch.initial_seed()
         # There may be more keys than rows, if the dataset makes batches.
-        keys = sample_random.keys if self._draws else None
+        keys = sample_random.keys if self._has_random_calls else None
         parts = split_samples(inputs, count)
         check_shape(parts[0], self.sent[0][0], is_trained=True)
         outputs = self.run_schedule(
             parts.flatten(0, 1),
-            batch,
-            divisor=1 if isinstance(batch[0], Batch) else count,  # a Batch has weights, whose sum over all is 1
+            micro_batches,
+            divisor=1 if isinstance(micro_batches[0], Batch) else count,  # a Batch has weights, whose sum over all is 1
             keys=None if keys is None else split_samples(keys, count).contiguous(),
         )
         if keys is not None:
@@ -346,11 +347,12 @@ class Pipeline(ShardedStateStrategy):
         module = cast(Any, self.lightning_module)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         accumulate = module.trainer.datamodule.accumulate
-        # FSDP2 has averaged them. DDP, which does so in hooks of the weights, is not used: a schedule bypasses these.
+        # FSDP2 has averaged them; with bit_exact there are none here, because the sums over virtual ranks took them.
+        # DDP, which averages in hooks of the weights, is not used: a schedule bypasses these.
         if not (self._is_sharded or self.is_bit_exact):
             average_over(self._replicas.get_group(), [gradient for _, gradient in self._gradients])
         for weight, gradient in self._gradients:
-            if accumulate > 1:
+            if accumulate > 1:  # run/step.py divides a loss that the schedule does not see
                 gradient.div_(accumulate)
             weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
         self._gradients = []
@@ -359,12 +361,12 @@ class Pipeline(ShardedStateStrategy):
     def _forward(self, inputs: Tensor) -> Tensor:
         """Return the outputs of the network: those of the schedule in training, otherwise those of `_run_stages`."""
         check_shape(inputs, self.sent[0][0], is_trained=False)
-        if self.call is None:
+        if self.training_forward is None:
             return self._run_stages(inputs)
-        call, self.call = self.call, self._refuse_second_call
-        return call(inputs)
+        forward, self.training_forward = self.training_forward, self._refuse_second_call
+        return forward(inputs)
 
-    def after_draws(self, outputs: Tensor, _: Tensor) -> Tensor:
+    def return_scheduled(self, outputs: Tensor, _: Tensor) -> Tensor:
         """Return outputs that the schedule has computed, and leave torch's generator as their random calls do."""
         if self._random_calls:
             torch.default_generator.manual_seed(torch.initial_seed() + self._random_calls)

@@ -99,7 +99,7 @@ class Stage(nn.Module):
     def end_backward(self, number: int) -> None:
         """End the backward pass of a micro-batch, when it has the gradients of the weights."""
         if self.pass_sums:
-            self.pass_sums.end_backward(number)
+            self.pass_sums.add_gradients(number)
 
     def begin_micro_batch(self, number: int) -> None:
         """Draw random numbers for the samples of a micro-batch; in its backward pass, a block may be computed again."""
@@ -226,11 +226,11 @@ class RecordedStage(PipelineStage):
         self.submod.begin_micro_batch(fwd_chunk_id)
         sums = self.submod.pass_sums
         if sums:
-            sums.begin_forward()
+            sums.copy_buffers()
         with pipeline_pass(self.stage_index, fwd_chunk_id, "F"):
             output = super().forward_one_chunk(fwd_chunk_id, args, *others, **kwargs)
         if sums:
-            sums.end_forward(fwd_chunk_id)
+            sums.add_buffers(fwd_chunk_id)
         return output
 
     def backward_one_chunk(

@@ -51,9 +51,12 @@ class StageRanks(VirtualRanks):
     @contextmanager
     def one_pass(self, place: int) -> Iterator[None]:
         strategy = self.trainer.strategy
-        call = partial(strategy.after_draws, self._outputs[place])
+        call = partial(strategy.return_scheduled, self._outputs[place])
         # An error ends it, too: a script may catch that, and evaluate.
-        with mock.patch.object(strategy, "call", call), super().one_pass(place):  # of the modules outside of `net`
+        with (
+            mock.patch.object(strategy, "training_forward", call),
+            super().one_pass(place),
+        ):  # of the modules outside of `net`
             yield
 
     def finish(self, rows: Tensor) -> Tensor:
