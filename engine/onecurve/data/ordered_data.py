@@ -17,7 +17,6 @@ from onecurve.data.loaders import EvaluationLoaders, TrainingLoaders, loaders_of
 from onecurve.data.module_data import ModuleTrainer, OneProcess
 from onecurve.data.rank_loader import examples
 from onecurve.errors import UserError
-from onecurve.patches.torch import tree_leaves
 from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import FETCHING, SETUP, drawing_epoch, refuse_draws, seed_generators
 
@@ -296,11 +295,6 @@ class OrderedData(L.LightningDataModule):
             return name
         counts = [source.samples for source in self._training.sources]
         return f"{name}, {' + '.join('a stream of' if count is None else f'{count:,}' for count in counts)} samples"
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """The shape of one sample's first tensor."""
-        return tuple(tree_leaves(self.example_batch(1)[0].batch)[0].shape[1:])
 
     def example_batch(self, count: int) -> StepParts:
         """Return a batch of `count` samples in a random order as one part, as a loader yields it."""

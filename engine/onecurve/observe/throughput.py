@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from onecurve.observe.step_times import RecordedStep
 from onecurve.observe.steps import is_log_point, trained_steps
 from onecurve.observe.timeline import Timeline
+from onecurve.patches.torch import tree_leaves
 from onecurve.process.rank import peak_memory_mib
 
 _log = logging.getLogger(__name__)
@@ -61,7 +62,8 @@ class Throughput(L.Callback):
         if stage == "fit" and trainer.is_global_zero:
             self._peak_flops = self.peak_tflops * 1e12 if self.peak_tflops else peak_flops(trainer, pl_module)
             if getattr(pl_module, "takes_batch", False) and hasattr(pl_module, "loss") and hasattr(pl_module, "net"):
-                sample_flops = flops_per_sample(pl_module.net, data.input_shape)
+                sample = tree_leaves(data.example_batch(1)[0].batch)[0]
+                sample_flops = flops_per_sample(pl_module.net, sample.shape[1:])
                 self._step_flops = sample_flops * data.global_batch_size if sample_flops else None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from onecurve.data.batch import StepPart
 from onecurve.observe import throughput as module
 from onecurve.observe.step_times import RecordedStep
 from onecurve.observe.throughput import Throughput, flops_per_sample, peak_flops, slowest_rank
@@ -56,7 +57,9 @@ def trainer_of(*others: tuple[float, float, float], **options: Any) -> Any:
     gather = {"all_gather": lambda own: torch.stack([own, *map(torch.tensor, others)])}
     defaults = {
         "callbacks": [],
-        "datamodule": SimpleNamespace(global_batch_size=10, input_shape=(3,)),
+        "datamodule": SimpleNamespace(
+            global_batch_size=10, example_batch=lambda count: [StepPart(torch.arange(count), torch.ones(count, 3))]
+        ),
         "is_global_zero": True,
         "log_every_n_steps": 4,
         "num_devices": 1,
