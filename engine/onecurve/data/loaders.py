@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -22,9 +23,16 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from onecurve.data.batch import StepParts, combine
 from onecurve.data.batch_samplers import EvaluationBatches, TrainingBatches, apply_limit
 from onecurve.data.layout import DataParallelInfo, Division, alone
-from onecurve.data.orders import has_batch_sampler, order_of, sampler_of
-from onecurve.data.rank_loader import RankLoader, check_repeatable, disables_batching, examples, fetches_batches
-from onecurve.data.streams import StreamLoader, examine, length_of_stream
+from onecurve.data.orders import has_batch_sampler, length_of, order_of, sampler_of
+from onecurve.data.rank_loader import (
+    RankLoader,
+    check_repeatable,
+    check_samples,
+    disables_batching,
+    examples,
+    fetches_batches,
+)
+from onecurve.data.streams import StreamLoader, examine
 from onecurve.errors import UserError
 from onecurve.patches.lightning_loops import combination_mode
 from onecurve.patches.torch import TreeSpec, tree_flatten, tree_unflatten
@@ -203,7 +211,8 @@ class _Samples:
             self.steps = len(sizes) // self.per_step
         else:
             self.per_step, self.batch_size = 1, loader.batch_size or division.virtual_ranks
-            self.samples = len(cast(Any, loader.sampler))
+            with alone():
+                self.samples = len(cast(Any, loader.sampler))
             self.steps = self.samples // self.batch_size
 
     def of_rank(self, steps: int | None, device: torch.device) -> RankLoader:
@@ -243,7 +252,7 @@ class _Stream:
     def __init__(self, loader: DataLoader[Any], division: Division, seed: int) -> None:
         self.loader, self.division, self.seed = loader, division, seed
         self.batch_size = loader.batch_size or division.virtual_ranks
-        self.samples = length_of_stream(loader.dataset)
+        self.samples = length_of(loader.dataset)
         self.digest, self.has_exact_state = examine(loader, seed)
         self.steps = None if self.samples is None else self.samples // self.batch_size
 
@@ -319,7 +328,7 @@ class EvaluationLoaders:
         self.seeds = [int(hash_ints(seed, *name.encode(), number)) for number in range(len(loaders.leaves))]
         has_samples = any(map(self._has_samples, self.leaves, self.seeds))
         self.evaluated = self.leaves if limit != 0 and has_samples else []
-        self._option = f"trainer.limit_{name}_batches"
+        self._option, self._method = f"trainer.limit_{name}_batches", loaders.method
         parallel = division.parallel
         self.parallel, self.ranks = parallel, [parallel.dp_rank]
         if name == "predict":  # all ranks gather as many predictions
@@ -339,12 +348,16 @@ class EvaluationLoaders:
         return loaders[0] if len(loaders) == 1 else loaders
 
     def check(self, takes_batch: bool) -> None:
-        """Check that each rank has a sample in each batch, unless padding has a weight of zero; and can be gathered."""
+        """Check that ranks have equal samples, and one in each batch unless padding has a weight of zero."""
         for loader, seed in zip(self.evaluated, self.seeds, strict=False):
-            may_pad = fetches_batches(loader.dataset) and (takes_batch or self.name == "predict")
-            if not may_pad and not isinstance(loader.dataset, IterableDataset):
+            if isinstance(loader.dataset, IterableDataset):
+                continue
+            batches = self._batches(loader, seed)
+            if dist.is_initialized():
+                check_samples(loader, batches.order[:1], seed, self._method)
+            if not (fetches_batches(loader.dataset) and (takes_batch or self.name == "predict")):
                 parts = self.division.accumulate if loader.batch_size else None
-                self._batches(loader, seed).check_no_rank_is_empty(self.name, parts)
+                batches.check_no_rank_is_empty(self.name, parts)
 
     def _has_samples(self, loader: DataLoader[Any], seed: int) -> bool:
         if has_batch_sampler(loader):
@@ -355,13 +368,15 @@ class EvaluationLoaders:
         order, unit = order_of(loader, seed, EVALUATION), self._unit(loader)
         if not isinstance(order, Tensor):
             order, unit = torch.cat([torch.arange(0), *order]), max(map(len, order), default=1)
+        if loader.drop_last and self.name != "predict":  # where Lightning keeps all
+            order = order[: len(order) // unit * unit]
         count = apply_limit(self._option, self.limit, len(order), unit)
         # A batch that the dataset has made cannot be joined with another one.
         size = unit if disables_batching(loader) else unit // self.division.accumulate
         return EvaluationBatches(order[:count], size, self.parallel, self.ranks)
 
     def _stream(self, loader: DataLoader[Any], seed: int) -> StreamLoader:
-        samples, unit = length_of_stream(loader.dataset), self._unit(loader)
+        samples, unit = length_of(loader.dataset), self._unit(loader)
         steps = apply_limit(self._option, self.limit, None if samples is None else -(-samples // unit))
         return StreamLoader(loader, unit, self._divide, steps, seed, self.division.is_divided, evaluates=True)
 

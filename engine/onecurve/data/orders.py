@@ -6,6 +6,7 @@ A sampler may have a state, such as a list of batches that it shuffles in place.
 import copy
 import operator
 import random
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
+from onecurve.data.layout import alone
 from onecurve.errors import UserError
 from onecurve.network.object_state import are_equal
 from onecurve.random.hashing import hash_ints, permutation
@@ -75,19 +77,20 @@ def is_repeatable(sampler: Any, seed: int, dataset: Any = None, has_batches: boo
 def draw(sampler: Any, seed: int, epoch: int, has_batches: bool = False) -> Tensor | list[Tensor]:
     """Return the (n,) indices that a sampler yields in an epoch, or those of each batch; its state changes.
 
-    The global generators, and those of torch that it has as `generator`, are seeded for the epoch.
+    The global generators, and those of torch that it has as `generator`, are seeded for the epoch. As in a DataLoader,
+    the length of a sampler, if it has one, ends an epoch.
     """
     samplers = _with_inner(sampler)
     for each in samplers:
         if hasattr(each, "set_epoch"):
             each.set_epoch(max(epoch, 0))
     key = int(hash_ints(seed, epoch))
-    with isolate_rng(include_cuda=False):
+    with isolate_rng(include_cuda=False), alone():  # a sampler may divide itself by rank when it is iterated
         seed_generators(key)
         for each in samplers:
             if isinstance(getattr(each, "generator", None), torch.Generator):
                 each.generator.manual_seed(key)
-        drawn = list(sampler)
+        drawn = list(islice(sampler, length_of(sampler)))
     try:
         return [_indices(batch) for batch in drawn] if has_batches else _indices(drawn)
     except TypeError as error:
@@ -95,6 +98,15 @@ def draw(sampler: Any, seed: int, epoch: int, has_batches: bool = False) -> Tens
             f"{type(sampler).__name__} yields what is not the index of a sample ({error}): let it yield integers, "
             "and take what else a sample needs, such as its size, from the dataset"
         ) from None
+
+
+def length_of(samples: Any) -> int | None:
+    """Return the length of a sampler or a stream for one process; None if it does not tell."""
+    try:
+        with alone():
+            return len(samples)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _indices(drawn: Any) -> Tensor:

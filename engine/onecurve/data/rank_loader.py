@@ -3,6 +3,7 @@
 The samples are fetched with the generators seeded for each, collated, and counted in what that makes.
 """
 
+import hashlib
 import logging
 import sys
 from collections import Counter
@@ -13,16 +14,18 @@ from functools import partial
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, default_collate, get_worker_info
 
 from onecurve.data.batch import StepParts, as_part
 from onecurve.data.batch_samplers import EvaluationBatches, TrainingBatches
-from onecurve.data.orders import has_batch_sampler, is_repeatable, order_of, sampler_of
+from onecurve.data.orders import has_batch_sampler, is_repeatable, length_of, order_of, sampler_of
 from onecurve.errors import UserError
-from onecurve.network.object_state import are_equal
+from onecurve.network.object_state import are_equal, is_dense
 from onecurve.patches.torch import leaves_with_paths, tree_leaves
 from onecurve.process import signals
 from onecurve.random.hashing import hash_ints
@@ -151,10 +154,13 @@ class SeededSamples(Dataset[Any]):
         indices, keys = samples
         if fetches_batches(self.dataset):
             return indices, next(iter(self.dataset.batches(indices[None])))
-        with isolate_rng(include_cuda=False) if get_worker_info() is None else nullcontext():
+        worker = get_worker_info()
+        with isolate_rng(include_cuda=False) if worker is None else nullcontext():
             items = []
             for index, key in samples.T.tolist():
                 seed_generators(key)
+                if worker:  # which a dataset may ask for its seed
+                    object.__setattr__(worker, "seed", torch.initial_seed())
                 items.append(self._fetch(index))
             seed_generators(int(hash_ints(int(keys[0]))))
             with refuse_draws("collate_fn", self.is_divided):
@@ -238,17 +244,47 @@ def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
             f"{method}: {type(sampler).__name__} has a random generator of its own, so each process would have "
             "another order: let it draw from the global generator of torch, NumPy or Python"
         )
+    count = 1 if disables_batching(loader) else min(_PROBED, len(loader.dataset))  # type: ignore[arg-type]
+    check_samples(loader, torch.arange(count), seed, method)
+
+
+def check_samples(loader: DataLoader[Any], indices: Tensor, seed: int, method: str) -> None:
+    """Warn of samples that differ when they are fetched again, or between the ranks, of which each must call it."""
     if fetches_batches(loader.dataset):
         return
-    count = 1 if disables_batching(loader) else min(_PROBED, len(loader.dataset))  # type: ignore[arg-type]
-    (_, first), (_, again) = _probe_loader(loader, [torch.arange(count)] * 2, seed)
-    if not are_equal(first, again):
+    collate = partial(_collate_if_possible, collate_function(loader))
+    batches = _probe_loader(loader, [indices] * 2, seed, collate) if len(indices) else [((), ())] * 2
+    (_, first), (_, again) = batches
+    numbers = [leaf for leaf in tree_leaves(first) if not isinstance(leaf, str)]  # a path may be that of a node
+    digests = digests_of_ranks([length_of(loader.dataset), numbers] if are_equal(first, again) else None)
+    if None in digests:
         _log.warning(
             "%s: a sample fetched twice differs, although torch, NumPy and Python are seeded alike. %s has a random "
             "generator or a state of its own, so the curve depends on the number of processes and on restarts: draw "
             "from the global generators instead",
             *(method, type(loader.dataset).__name__),
         )
+    elif len(set(digests)) > 1:
+        _log.warning(
+            "%s: the ranks have different samples, and each reads a part of its own: let the dataset hold all samples "
+            "on each rank, equal ones if they are drawn, as after the trainer is built, which seeds the generators",
+            method,
+        )
+
+
+def digests_of_ranks(samples: list[Any] | None) -> list[str | None]:
+    """Return a hash of the tensors, arrays, numbers and texts in the samples of each rank; None if it gives none."""
+    content = hashlib.sha256()
+    for leaf in tree_leaves(samples):
+        if isinstance(leaf, Tensor) and is_dense(leaf):
+            content.update(leaf.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, np.ndarray | str | int | float):
+            content.update(repr(leaf).encode())
+    digests = [None if samples is None else content.hexdigest()]
+    if dist.is_initialized():
+        digests *= dist.get_world_size()
+        dist.all_gather_object(digests, digests[0])
+    return digests
 
 
 def find_sample_axis(pairs: Sequence[Any], singles: Sequence[Any]) -> SampleAxis | None:

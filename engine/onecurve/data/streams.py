@@ -5,7 +5,6 @@ save each of them the reading of the others' samples, and would be another exper
 """
 
 import copy
-import hashlib
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -14,9 +13,7 @@ from functools import partial
 from itertools import count, islice
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -24,10 +21,15 @@ from onecurve.checkpoint.io import is_plain
 from onecurve.data.batch import StepParts, as_part
 from onecurve.data.batch_samplers import EpochStart
 from onecurve.data.layout import alone
-from onecurve.data.rank_loader import collate_function, disables_batching, errors_of_workers, worker_options
+from onecurve.data.rank_loader import (
+    collate_function,
+    digests_of_ranks,
+    disables_batching,
+    errors_of_workers,
+    worker_options,
+)
 from onecurve.errors import UserError
 from onecurve.network.object_state import are_equal, attributes_of, walk
-from onecurve.patches.torch import tree_leaves
 from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import FETCHING, refuse_draws, seed_generators
 
@@ -140,10 +142,7 @@ def examine(loader: DataLoader[Any], seed: int) -> tuple[str | None, bool]:
     if state is not None:
         ((resumed, *_),) = _in_worker(loader, partial(probe, _PROBED, state), seed)
         has_exact_state = are_equal(second, resumed) and is_plain(state)
-    digests = [_digest([first, second])]
-    if dist.is_initialized():
-        digests *= dist.get_world_size()
-        dist.all_gather_object(digests, digests[0])
+    digests = digests_of_ranks([first, second])
     message = (
         f"{type(loader.dataset).__name__} yields other samples when it is read again, although torch, NumPy and "
         "Python are seeded alike, so %s would read others: let it draw from their global generators"
@@ -162,17 +161,6 @@ def _probe(dataset: Any, seed: int, place: int = 0, state: Any = None) -> Iterat
     first = list(islice(reader, _PROBED))
     after = copy.deepcopy(dataset.state_dict()) if _has_state(dataset) else None
     yield first, after, list(islice(reader, _PROBED))
-
-
-def _digest(samples: list[Any]) -> str:
-    """Return a hash of the tensors, arrays, numbers and texts of samples."""
-    content = hashlib.sha256()
-    for leaf in tree_leaves(samples):
-        if isinstance(leaf, Tensor):
-            content.update(leaf.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        elif isinstance(leaf, np.ndarray | str | int | float):
-            content.update(repr(leaf).encode())
-    return content.hexdigest()
 
 
 def _in_worker(
@@ -216,15 +204,6 @@ class _Reader(IterableDataset[Any]):
 def _held_objects(stream: Any) -> int:
     """Return the number of objects that a stream holds, up to a bound: it may hold its samples."""
     return sum(1 for _ in islice(walk([attributes_of(stream)]), _COUNTED))
-
-
-def length_of_stream(stream: Any) -> int | None:
-    """Return the number of samples of a stream; None if it does not tell."""
-    try:
-        with alone():
-            return len(stream)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _has_state(stream: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from onecurve.data.orders import draw, is_repeatable, order_of
@@ -98,6 +99,34 @@ def test_few_batches_have_the_same_order_by_chance(count: int) -> None:
 def test_refuses_a_generator_of_its_own(sampler: Any) -> None:
     with pytest.raises(UserError, match=f"{type(sampler).__name__} has a random generator of its own"):
         check_repeatable(DataLoader(DATASET, batch_sampler=sampler), 0, "train_dataloader")
+
+
+class OfRank(Buckets):
+    """Divides itself by rank when it is iterated."""
+
+    def __len__(self) -> int:
+        return len(self.batches) // dist.get_world_size()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches[dist.get_rank() :: dist.get_world_size()])
+
+
+def test_a_sampler_gives_each_rank_the_samples_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    (batches,) = orders(DataLoader(DATASET, batch_sampler=OfRank()), 0)  # type: ignore[arg-type]
+    assert batches == Buckets().batches
+
+
+class Endless(Buckets):
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            yield from self.batches
+
+
+def test_the_length_of_a_sampler_ends_an_epoch() -> None:
+    (batches,) = orders(DataLoader(DATASET, batch_sampler=Endless()), 0)  # type: ignore[arg-type]
+    assert batches == Buckets().batches
 
 
 def test_copies_no_dataset() -> None:

@@ -115,7 +115,7 @@ def test_each_sample_is_fetched_with_its_key() -> None:
 
 @pytest.mark.parametrize("is_worker", [True, False])
 def test_only_a_process_without_workers_keeps_its_generators(is_worker: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_loader, "get_worker_info", lambda: object() if is_worker else None)
+    monkeypatch.setattr(rank_loader, "get_worker_info", lambda: SimpleNamespace() if is_worker else None)
     monkeypatch.delattr(torch.cuda, "set_rng_state_all")  # samples leave the generators of GPUs alone
     seed_generators(1)
     SeededSamples(Squares(), list).__getitems__(torch.tensor([[0], [2]]))

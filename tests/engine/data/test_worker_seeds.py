@@ -74,3 +74,20 @@ def test_persistent_workers_of_a_resumed_run_have_the_seeds_of_the_first_epoch()
     first = seed_of_workers(whole, 0)
     assert seed_of_workers(whole, 1) == first
     assert seed_of_workers(resumed, 1) == first
+
+
+class SeedOfWorker(Noise):
+    """Makes a generator for each sample from the seed of its worker, which torch.initial_seed is too."""
+
+    def __getitem__(self, index: int) -> float:
+        info: Any = get_worker_info()
+        return np.random.default_rng(info.seed if info else torch.initial_seed()).random()
+
+
+def test_a_sample_has_the_same_seed_in_any_worker() -> None:
+    def read(workers: int) -> list[Any]:
+        loader = DataLoader(SeedOfWorker(), 2, num_workers=workers)
+        batches = TrainingBatches(lambda epoch: torch.arange(SAMPLES).view(-1, 2), Division(virtual_ranks=1), 6)
+        return [cast(Tensor, part.batch).tolist() for (part,) in RankLoader(loader, batches, 0, torch.device("cpu"))]
+
+    assert read(0) == read(1) == read(2)

@@ -12,6 +12,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import numpy as np
@@ -37,6 +38,7 @@ from torch.utils.data import BatchSampler, DataLoader, Subset, TensorDataset, ra
 from torchmetrics import MeanMetric, MetricTracker, SumMetric
 
 import onecurve
+from onecurve.data import rank_loader
 from onecurve.errors import UserError
 from onecurve.identity.option_kinds import experiment_options
 from onecurve.records.events import read_events
@@ -1006,6 +1008,41 @@ def fit_with_other_samples(folder: Path) -> None:
 def test_ranks_train_the_same_samples(pool: Pool, folder: Path) -> None:
     with pytest.raises(RankFailed, match="the ranks have different training data: split or shuffle it after"):
         pool.run(2, fit_with_other_samples, folder)
+
+
+def fit_with_shards(folder: Path, sharded: str) -> list[Any]:
+    """Divide the samples of training or validation by rank in the script; return the warnings of the loaders."""
+    loaders = []
+    for name in ("train", "val"):
+        rows = torch.linspace(0, 1, 64)[:, None].repeat(1, 32)
+        data: Any = rows[int(os.environ["RANK"]) :: 2] if name == sharded else rows
+        loaders.append(DataLoader(data, batch_size=8))
+    with mock.patch.object(rank_loader, "_log") as log:
+        trainer(folder, strategy="ddp", devices=2).fit(Boring(), *loaders)
+    return [call.args[0] % call.args[1:] for call in log.warning.call_args_list]
+
+
+@pytest.mark.parametrize("sharded", ["train", "val", "none"])
+def test_warns_of_samples_that_differ_between_the_ranks(sharded: str, pool: Pool, folder: Path) -> None:
+    expected = [f"GivenLoaders.{sharded}_dataloader: the ranks have different samples"] * (sharded != "none")
+    for warnings in pool.run(2, fit_with_shards, folder, sharded):
+        assert [text.partition(",")[0] for text in warnings] == expected
+
+
+class CountsRows(Boring):
+    def on_validation_start(self) -> None:
+        self.rows = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.rows += len(batch)
+
+
+def test_an_evaluation_leaves_out_what_the_loader_drops(folder: Path) -> None:
+    one, module = trainer(folder), CountsRows()
+    loader = DataLoader(RandomDataset(32, 13), batch_size=8, drop_last=True)
+    one.validate(module, loader)
+    assert module.rows == 8
+    assert sum(map(len, one.predict(module, loader))) == 13
 
 
 class WorldOfSetup(Boring):
