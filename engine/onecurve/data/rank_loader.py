@@ -244,8 +244,9 @@ def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
             f"{method}: {type(sampler).__name__} has a random generator of its own, so each process would have "
             "another order: let it draw from the global generator of torch, NumPy or Python"
         )
-    count = 1 if disables_batching(loader) else min(_PROBED, len(loader.dataset))  # type: ignore[arg-type]
-    check_samples(loader, torch.arange(count), seed, method)
+    count: int = len(loader.dataset)  # type: ignore[arg-type]
+    spread = torch.linspace(0, count - 1, 1 if disables_batching(loader) else min(_PROBED, count), dtype=torch.float64)
+    check_samples(loader, spread.long(), seed, method)  # those of one class may be one after the other
 
 
 def check_samples(loader: DataLoader[Any], indices: Tensor, seed: int, method: str) -> None:

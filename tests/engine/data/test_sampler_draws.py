@@ -114,7 +114,7 @@ class OfRank(Buckets):
 def test_a_sampler_gives_each_rank_the_samples_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    (batches,) = orders(DataLoader(DATASET, batch_sampler=OfRank()), 0)  # type: ignore[arg-type]
+    (batches,) = orders(DataLoader(DATASET, batch_sampler=OfRank()), 0)
     assert batches == Buckets().batches
 
 
@@ -125,8 +125,25 @@ class Endless(Buckets):
 
 
 def test_the_length_of_a_sampler_ends_an_epoch() -> None:
-    (batches,) = orders(DataLoader(DATASET, batch_sampler=Endless()), 0)  # type: ignore[arg-type]
+    (batches,) = orders(DataLoader(DATASET, batch_sampler=Endless()), 0)
     assert batches == Buckets().batches
+
+
+class Augmented(Dataset[Any]):
+    """Draws for the last of its classes from a generator of its own."""
+
+    rng = random.Random(0)
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, position: int) -> float:
+        return self.rng.random() if position >= 30 else 0.0
+
+
+def test_warns_of_a_generator_that_few_samples_use(caplog: pytest.LogCaptureFixture) -> None:
+    check_repeatable(DataLoader(Augmented()), 0, "train_dataloader")
+    assert "Augmented has a random generator or a state of its own" in caplog.text
 
 
 def test_copies_no_dataset() -> None:

@@ -1012,13 +1012,11 @@ def test_ranks_train_the_same_samples(pool: Pool, folder: Path) -> None:
 
 def fit_with_shards(folder: Path, sharded: str) -> list[Any]:
     """Divide the samples of training or validation by rank in the script; return the warnings of the loaders."""
-    loaders = []
-    for name in ("train", "val"):
-        rows = torch.linspace(0, 1, 64)[:, None].repeat(1, 32)
-        data: Any = rows[int(os.environ["RANK"]) :: 2] if name == sharded else rows
-        loaders.append(DataLoader(data, batch_size=8))
+    rows: Any = torch.linspace(0, 1, 64)[:, None].repeat(1, 32)
+    own = rows[int(os.environ["RANK"]) :: 2]
+    train, val = (DataLoader(own if name == sharded else rows, batch_size=8) for name in ("train", "val"))
     with mock.patch.object(rank_loader, "_log") as log:
-        trainer(folder, strategy="ddp", devices=2).fit(Boring(), *loaders)
+        trainer(folder, strategy="ddp", devices=2).fit(Boring(), train, val)
     return [call.args[0] % call.args[1:] for call in log.warning.call_args_list]
 
 
