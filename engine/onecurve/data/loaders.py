@@ -360,9 +360,7 @@ class EvaluationLoaders:
                 batches.check_no_rank_is_empty(self.name, parts)
 
     def _has_samples(self, loader: DataLoader[Any], seed: int) -> bool:
-        if has_batch_sampler(loader):
-            return len(order_of(loader, seed, EVALUATION)) > 0
-        return isinstance(loader.dataset, IterableDataset) or len(cast(Any, loader.sampler)) > 0
+        return isinstance(loader.dataset, IterableDataset) or len(order_of(loader, seed, EVALUATION)) > 0
 
     def _batches(self, loader: DataLoader[Any], seed: int) -> EvaluationBatches:
         order, unit = order_of(loader, seed, EVALUATION), self._unit(loader)
