@@ -50,11 +50,6 @@ class NormGroups(L.Callback):
         self._steps, self._norms = 0, list(grouped_norms(pl_module))
         for norm in self._norms:
             norm.begin_step()  # the rehearsal of a pipeline was one
-        self.on_train_epoch_end()
-
-    def on_train_epoch_end(self, *_: Any) -> None:
-        """Let hooks read batches of their own, as `update_bn` does, which are whole on each rank."""
-        for norm in self._norms:
             norm.is_in_step = False
 
     def on_train_batch_start(self, *_: Any) -> None:

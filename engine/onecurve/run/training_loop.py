@@ -8,6 +8,7 @@ import lightning as L
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from onecurve.checks.schedules import plateau_configs
+from onecurve.parallel.batch_norm import grouped_norms
 from onecurve.parallel.norm_groups import NormGroups
 from onecurve.patches.lightning_loops import CheckpointConnector, leave_signals_alone, replace_parts
 from onecurve.random.dropout import use_sample_dropout
@@ -58,7 +59,7 @@ class _PreparingConnector(CheckpointConnector):
 
 
 class LoopChanges(L.Callback):
-    """Tells log points the last step, lets Lightning pass over empty hooks, and makes up for missed schedule steps.
+    """Tells log points the last step and layers the end of steps, skips empty hooks, and makes up for schedule steps.
 
     Lightning steps ReduceLROnPlateau after an epoch's checkpoint is saved, and not at all after the first epoch of a
     restart (`_FitLoop.on_advance_end` and `_TrainingEpochLoop._update_learning_rates` in loops/). For predictions it
@@ -79,6 +80,13 @@ class LoopChanges(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         trainer.last_step = trainer.datamodule.last_step  # `is_log_point` reads it
         _skip_empty_hooks(trainer.callbacks)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let hooks normalize batches of their own, which are whole on each rank: before the callbacks of the user."""
+        for norm in grouped_norms(pl_module):
+            norm.is_in_step = False
+
+    on_train_start = on_validation_start = on_train_epoch_end
 
     def on_predict_batch_end(
         self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0

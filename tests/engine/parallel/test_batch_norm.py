@@ -295,7 +295,7 @@ def test_evaluation_and_checkpoints_have_the_mean_over_all_groups(
 
 
 class Estimating(L.LightningModule):
-    """Estimates the statistics of batch normalization anew after each epoch, from batches of its own."""
+    """Has batch normalization, whose statistics are estimated anew after each epoch, from other batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,15 +304,30 @@ class Estimating(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.net(batch[0]).square().mean()
 
-    def on_train_epoch_end(self) -> None:
-        update_bn([(torch.arange(4.0 * rows).view(rows, 4) ** 2,) for rows in (8, 3)], self.net)
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch[0]).mean(), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def estimate(folder: Path, strategy: str, devices: int) -> list[float]:
+class EstimatingInModule(Estimating):
+    def on_train_epoch_end(self) -> None:
+        update_bn(own_batches(), self.net)
+
+
+class EstimatingCallback(L.Callback):
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, lambda trainer, module: update_bn(own_batches(), module.net))
+
+
+def own_batches() -> list[tuple[Tensor]]:
+    return [(torch.arange(4.0 * rows).view(rows, 4) ** 2,) for rows in (8, 3)]
+
+
+def estimate(folder: Path, strategy: str, devices: int, hook: str) -> list[float]:
     trainer = onecurve.Trainer(
+        callbacks=[EstimatingCallback(hook)] if hook else None,
         strategy=strategy,
         accelerator="cpu",
         devices=devices,
@@ -321,18 +336,20 @@ def estimate(folder: Path, strategy: str, devices: int) -> list[float]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = Estimating()
-    trainer.fit(module, DataLoader(TensorDataset(torch.randn(16, 4)), 8))
+    module = Estimating() if hook else EstimatingInModule()
+    loader = DataLoader(TensorDataset(torch.randn(16, 4)), 8)
+    trainer.fit(module, loader, loader if hook == "on_validation_start" else None)
     running: Any = module.net[0].running_var
     return running.tolist()
 
 
-def test_a_hook_of_the_end_of_an_epoch_estimates_as_in_torch(pool: Pool, folder: Path) -> None:
-    """Each rank has the same batches of any size, which are no parts of a step's."""
+@pytest.mark.parametrize("hook", ["", "on_train_epoch_end", "on_validation_start"])
+def test_a_hook_of_the_end_of_an_epoch_estimates_as_in_torch(pool: Pool, folder: Path, hook: str) -> None:
+    """Each rank has the same batches of any size, which are no parts of a step's: in the module, or in a callback."""
     expected = nn.Sequential(nn.BatchNorm1d(4))
-    update_bn([(torch.arange(4.0 * rows).view(rows, 4) ** 2,) for rows in (8, 3)], expected)
+    update_bn(own_batches(), expected)
     running: Any = expected[0].running_var
-    found = [estimate(folder, "auto", 1), *pool.run(2, estimate, folder, "ddp", 2)]
+    found = [estimate(folder, "auto", 1, hook), *pool.run(2, estimate, folder, "ddp", 2, hook)]
     assert found == [pytest.approx(running.tolist(), rel=TOLERANCE)] * 3
 
 
