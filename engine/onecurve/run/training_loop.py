@@ -1,10 +1,13 @@
 """Changes of Lightning's loops, also those of an evaluation."""
 
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import lightning as L
+import torch.distributed as dist
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from onecurve.checks.schedules import plateau_configs
@@ -68,6 +71,8 @@ class LoopChanges(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._missed = set[int]()  # epochs that begin with a step of the epoch before, which Lightning left out
+        strategy: Any = trainer.strategy
+        strategy.setup_optimizers = partial(_setup_optimizers, type(strategy).setup_optimizers, strategy)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         epoch = checkpoint["position"]["epoch"]
@@ -108,3 +113,12 @@ class LoopChanges(L.Callback):
                 pl_module.lr_scheduler_step(config.scheduler, metrics[config.monitor])
         progress.completed += 1
         self._missed.remove(epoch)
+
+
+def _setup_optimizers(setup: Callable[..., None], strategy: Any, trainer: L.Trainer) -> None:
+    """Set the optimizers up: `configure_optimizers` sees one process, by whose number it may multiply a rate."""
+    module, size = trainer.lightning_module, dist.get_world_size
+    one = mock.patch.object(dist, "get_world_size", lambda group=None: 1 if group is None else size(group))
+    configure = mock.patch.dict(os.environ, WORLD_SIZE="1")(one(module.configure_optimizers))
+    with mock.patch.object(module, "configure_optimizers", configure):
+        setup(strategy, trainer)

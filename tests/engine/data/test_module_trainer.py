@@ -1,5 +1,6 @@
 """A module sees the world of its experiment in `self.trainer`, and nothing else of the trainer is another one."""
 
+import os
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.comparison import TOLERANCE, distances
@@ -40,7 +42,9 @@ class ScalesRate(Vectors):
         self.trainer.should_stop = self.trainer.global_step == 6
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.net.parameters(), 0.01 * self.trainer.world_size * self.trainer.num_devices)
+        rate = 0.01 * self.trainer.world_size * self.trainer.num_devices
+        ranks = int(os.environ.get("WORLD_SIZE", 1)) * (dist.get_world_size() if dist.is_initialized() else 1)
+        return torch.optim.Adam(self.net.parameters(), rate * ranks)
 
 
 class Hooks(L.Callback):
