@@ -52,7 +52,6 @@ class VirtualMetrics(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._trainer = trainer
-        self.teardown()  # Lightning does not call it after an error
         for name in _trackers(trainer, pl_module):
             raise UserError(
                 f"bit_exact=true: {name} is a MetricTracker, whose copies of a metric have no state for each virtual "

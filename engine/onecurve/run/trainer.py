@@ -285,6 +285,8 @@ class Trainer(L.Trainer):
                 yield
             self.final_metrics |= self.callback_metrics
         finally:
+            if self.virtual_metrics:  # Lightning calls no `teardown` after an error
+                self.virtual_metrics.teardown()
             key = int(hash_ints(self.seed, AFTER_STAGE, next(_stages)))
             seed_generators(key, self.strategy.root_device.type)
 

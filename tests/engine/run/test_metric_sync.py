@@ -3,13 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import Tensor
 from torchmetrics import MetricTracker, SumMetric
 from torchmetrics.classification import MulticlassConfusionMatrix
 
+import onecurve
 from onecurve.run.experiment import run_experiment
 from tests.support.habits import VectorData, Vectors
 from tests.support.pool import Pool
@@ -79,3 +82,39 @@ class Confusion(Vectors):
 def test_counts_each_sample_once(place: list[str], pool: Pool, folder: Path) -> None:
     cfg = compose(folder, *OWN, *place)
     pool.run(int(place[-1].rpartition("=")[2]), run_experiment, cfg)
+
+
+class Counting(BoringModel):
+    """Counts the samples of an epoch by a metric object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.count.update(len(batch))
+        self.log("count", self.count, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+class Fails(L.Callback):
+    def on_before_backward(self, *_: Any) -> None:
+        raise ValueError("on purpose")
+
+
+def count_after_an_error(folder: Path, devices: int) -> float:
+    hardware: dict[str, Any] = {"strategy": "ddp", "devices": devices, "accelerator": "cpu", "max_epochs": 1}
+    module, loader = Counting(), torch.utils.data.DataLoader(RandomDataset(32, 64), 16)
+    quiet: Any = {"enable_progress_bar": False, "enable_model_summary": False}
+    failing = onecurve.Trainer(default_root_dir=folder / "a", bit_exact=True, callbacks=[Fails()], **hardware, **quiet)
+    with pytest.raises(ValueError, match="on purpose"):
+        failing.fit(module, loader)
+    module.count.reset()  # as with Lightning's trainer, it has the samples of the step that failed
+    trainer = onecurve.Trainer(default_root_dir=folder / "b", **hardware, **quiet)
+    trainer.fit(module, loader)
+    return float(trainer.callback_metrics["count"])
+
+
+def test_ranks_synchronize_metrics_after_a_fit_that_failed(pool: Pool, folder: Path) -> None:
+    """Another trainer has replaced methods of the metrics, for its virtual ranks."""
+    assert pool.run(2, count_after_an_error, folder, 2) == [64, 64]
