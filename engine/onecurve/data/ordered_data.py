@@ -274,8 +274,8 @@ class OrderedData(L.LightningDataModule):
         return total_steps(self.trainer.max_epochs, self.trainer.max_steps, self.steps_per_epoch)
 
     def evaluates(self, name: str) -> bool:
-        """Return whether `val` or `test` has samples."""
-        return name in self._evaluation and bool(self._evaluation[name].evaluated)
+        """Return whether `val` or `test` has samples; in the `setup` of the DataModule, whether it may have some."""
+        return bool(self._evaluation[name].evaluated) if name in self._evaluation else self.limits.get(name) != 0
 
     @property
     def has_training_data(self) -> bool:

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import onecurve
 from tests.support.comparison import TOLERANCE, distances
-from tests.support.habits import Vectors
+from tests.support.habits import VectorData, Vectors
 from tests.support.pool import Pool
 from tests.support.runs import compose, fit, fit_ranks
 
@@ -90,3 +91,19 @@ def test_sees_the_virtual_ranks(pool: Pool, folder: Path) -> None:
     assert one.metrics["world"] == 4
     for kind in (one, two[0]):
         assert all(torch.equal(kind.final[name], value) for name, value in one.final.items())
+
+
+class AsksForValidation(VectorData):
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        assert self.trainer
+        self.enabled = self.trainer.enable_validation
+
+
+@pytest.mark.parametrize("limit", [None, 0])
+def test_a_data_module_knows_in_its_setup_whether_a_validation_comes(limit: int | None, folder: Path) -> None:
+    quiet: Any = {"accelerator": "cpu", "devices": 1, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = onecurve.Trainer(default_root_dir=folder, max_steps=1, limit_val_batches=limit, **quiet)
+    data = AsksForValidation()
+    trainer.fit(ScalesRate(), datamodule=data)
+    assert data.enabled is trainer.enable_validation is (limit is None)
