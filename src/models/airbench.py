@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from onecurve import UserError
+from src.models.options import check_sizes
 from src.models.whitening import Whitening
 
 
@@ -23,6 +25,9 @@ def airbench(num_classes: int, widths: Sequence[int] = (64, 256, 256), channels:
         widths: channels of the three stages.
         channels: channels of the images.
     """
+    if len(widths) != 3:
+        raise UserError(f"model.widths={list(widths)}: give the channels of three stages")
+    check_sizes(widths=widths)
     first, second, third = widths
     whitening = Whitening(channels, 2)
     stage = _Stage(whitening.out_channels, first)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from src.models.options import check_probabilities, check_sizes
+
 
 def mlp(
     num_classes: int, image_shape: Sequence[int], hidden: Sequence[int] = (256, 128), dropout: float = 0.0
@@ -17,6 +19,8 @@ def mlp(
         hidden: units of each hidden layer.
         dropout: probability of dropping a unit of a hidden layer.
     """
+    check_sizes(hidden=hidden)
+    check_probabilities(dropout=dropout)
     blocks: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
     width = math.prod(image_shape)
     for number, units in enumerate(hidden, start=1):

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from torch import Tensor, nn
 
 from src.models.norm import norm_layer
+from src.models.options import check_sizes
 
 
 def resnet9(num_classes: int, width: int = 16, norm: str = "batch", channels: int = 3) -> nn.Sequential:
@@ -18,6 +19,7 @@ def resnet9(num_classes: int, width: int = 16, norm: str = "batch", channels: in
         width: channels of the first convolution.
         norm: `batch` or `group`.
     """
+    check_sizes(width=width)
     return nn.Sequential(
         OrderedDict(
             stem=_convolution(channels, width, norm),

@@ -11,12 +11,14 @@ from collections import OrderedDict
 from torch import nn
 
 from src.models.norm import norm_layer
+from src.models.options import check_probabilities
 
 _STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
 
 def vgg16(num_classes: int, dropout: float = 0.0, norm: str = "batch", channels: int = 3) -> nn.Sequential:
     """Return the network as a sequence of blocks; it maps (n, channels, 32, 32) images to (n, num_classes) logits."""
+    check_probabilities(dropout=dropout)
     blocks: OrderedDict[str, nn.Module] = OrderedDict()
     inputs = channels
     for stage, widths in enumerate(_STAGES, start=1):

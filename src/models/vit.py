@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onecurve import DropPath, UserError
+from src.models.options import check_probabilities, check_sizes
 
 
 def vit(
@@ -38,6 +39,8 @@ def vit(
         dropout: probability of dropping an element after the embedding, the attention and both layers of the MLP.
         drop_path: stochastic depth rate of the last layer; it rises linearly from zero at the first layer.
     """
+    check_sizes(patch=patch, width=width, depth=depth, heads=heads, mlp_ratio=mlp_ratio)
+    check_probabilities(dropout=dropout, drop_path=drop_path)
     channels, *size = image_shape
     if any(side % patch for side in size):
         raise UserError(f"model.patch={patch} does not tile images of {size[0]} x {size[1]}: take a divisor")

@@ -11,6 +11,7 @@ from torch import nn
 
 from onecurve import UserError
 from src.models.norm import norm_layer
+from src.models.options import check_probabilities, check_sizes
 from src.models.preact_resnet import PreActBlock
 
 
@@ -32,6 +33,8 @@ def wide_resnet(
     """
     if depth < 10 or (depth - 4) % 6:
         raise UserError(f"model.depth={depth}: a wide ResNet has 6 n + 4 layers; take 10, 16, 22, 28 or 40")
+    check_sizes(width=width)
+    check_probabilities(dropout=dropout)
     blocks: OrderedDict[str, nn.Module] = OrderedDict(stem=nn.Conv2d(channels, 16, 3, padding=1, bias=False))
     inputs = 16
     for group in range(3):

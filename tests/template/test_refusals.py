@@ -32,6 +32,19 @@ MODELS = [
         if name not in (*DATA_PARALLEL, "best")
     ],
 ]
+SIZES = {
+    "mlp": ["hidden=[-4]", "hidden=[64,0]"],
+    "vit": ["patch=0", "patch=-4", "width=0", "depth=-1", "heads=-3", "mlp_ratio=0"],
+    "resnet9": ["width=0", "width=-3"],
+    "wide_resnet": ["width=0"],
+    "airbench": ["widths=[64,256,0]"],
+}
+PROBABILITIES = {"mlp": "dropout=2", "vgg16": "dropout=-1", "vit": "drop_path=2", "wide_resnet": "dropout=9"}
+NUMBERS = [
+    *[(f"model={name} model.{one}", "give numbers above zero") for name, options in SIZES.items() for one in options],
+    *[(f"model={name} model.{one}", f"model.{one}: give a fraction") for name, one in PROBABILITIES.items()],
+    ("model=airbench model.widths=[64,256]", "model.widths=.* three stages"),
+]
 DATA = [
     ("data.num_classes=5", "data.num_classes=5, but `train` has labels from 0 to 9"),
     ("data.num_classes=12", "data.num_classes=12, but .* has 10 classes"),
@@ -57,7 +70,7 @@ AUGMENTATION = [
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), [*MODELS, *DATA, *AUGMENTATION])
+@pytest.mark.parametrize(("words", "message"), [*MODELS, *NUMBERS, *DATA, *AUGMENTATION])
 def test_refused(words: str, message: str, small: list[str], images: Path, folder: Path) -> None:
     given = shlex.split(words.format(images=images, transforms=TRANSFORMS))
     data = ["model=mlp"] if words.startswith("data=") else small
