@@ -134,7 +134,9 @@ class ExactResumption(L.Callback):
 
     def _restore_position(self, trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
         data, position = cast(Any, trainer.datamodule), checkpoint["position"]
-        if trainer.max_epochs not in (None, -1) and position["epoch"] > trainer.max_epochs:
+        # With batch normalization it trains an epoch more.
+        averages = any(isinstance(one, callbacks.StochasticWeightAveraging) for one in cast(Any, trainer).callbacks)
+        if trainer.max_epochs not in (None, -1) and position["epoch"] > trainer.max_epochs + averages:
             raise UserError(
                 f"trainer.max_epochs={trainer.max_epochs}: the run in ckpt_path has already trained "
                 f"{position['epoch']} epochs; set it higher, or evaluate the run with fit=false"

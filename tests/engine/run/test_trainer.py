@@ -516,13 +516,28 @@ def test_a_schedule_without_its_metric_is_found_before_the_first_epoch(folder: P
     assert not (folder / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("kind", [EMAWeightAveraging, partial(StochasticWeightAveraging, 0.1, 1)])
-def test_a_run_that_has_ended_is_tested_with_the_same_averaged_weights(kind: Any, folder: Path) -> None:
+class Normalizing(Boring):
+    """Has batch normalization, for which StochasticWeightAveraging trains an epoch more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: Any = torch.nn.Sequential(torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "module"),
+    [
+        (EMAWeightAveraging, Boring),
+        (partial(StochasticWeightAveraging, 0.1, 1), Boring),
+        (partial(StochasticWeightAveraging, 0.1, 1), Normalizing),
+    ],
+)
+def test_a_run_that_has_ended_is_tested_with_the_same_averaged_weights(kind: Any, module: Any, folder: Path) -> None:
     """Lightning puts them into the module after the last checkpoint."""
     losses, data = [], loader()
     for _ in range(2):
         again = trainer(folder, max_epochs=3, callbacks=[kind()])
-        again.fit(Boring(), data, ckpt_path="last")
+        again.fit(module(), data, ckpt_path="last")
         losses += again.test(dataloaders=data, verbose=False)
     assert losses[0] == losses[1]
 
