@@ -18,7 +18,7 @@ HARDWARE = """
     launch.function launch.timeout launch.max_restarts launch.elastic launch.min_devices launch.probe
     optimizer.compile optimizer.fused optimizer.foreach optimizer.capturable data.batch_size_per_device
     trainer._target_ trainer.accelerator trainer.devices trainer.num_nodes trainer.accumulate_grad_batches
-    trainer.max_time trainer.log_every_n_steps trainer.num_sanity_val_steps trainer.limit_predict_batches
+    trainer.max_time.* trainer.log_every_n_steps trainer.num_sanity_val_steps trainer.limit_predict_batches
     trainer.enable_progress_bar trainer.enable_model_summary trainer.enable_checkpointing
     trainer.enable_autolog_hparams trainer.deterministic trainer.benchmark trainer.inference_mode
     trainer.detect_anomaly trainer.barebones trainer.profiler.*

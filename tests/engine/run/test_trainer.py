@@ -551,6 +551,13 @@ def test_a_callback_that_has_averaged_nothing_leaves_the_weights_of_a_run_that_h
     assert losses[0] == losses[1]
 
 
+def test_a_run_whose_time_was_over_goes_on_with_more(folder: Path) -> None:
+    for epochs, time in ((1, {"minutes": 1}), (2, {"minutes": 2})):
+        again = trainer(folder, max_epochs=epochs, max_time=time)
+        again.fit(Boring(), loader(), ckpt_path="last")
+    assert again.current_epoch == 2
+
+
 class TwoValidations(Boring):
     """Logs a loss of each of several loaders, and a value of all."""
 
