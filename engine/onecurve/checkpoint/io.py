@@ -1,5 +1,6 @@
 """Checkpoint files: complete or absent, readable without running code, and checked when they are read."""
 
+import glob
 import logging
 import os
 import re
@@ -36,18 +37,20 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         file = Path(path)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
+            for left in file.parent.glob(f".{glob.escape(file.name)}.*.part"):  # by a process that was killed
+                left.unlink(missing_ok=True)
             with atomic_write(file) as temporary:
                 with temporary.open("wb") as stream:
                     torch.save(_without_objects(checkpoint), stream)
                 self._check_is_readable(temporary)
                 if file.name == LAST and file.exists():
                     _link_or_copy(file, file.with_name(PREVIOUS))
-            sharded.remove_unused_folders(file)  # also those of an earlier start under another strategy
         except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError for some OSErrors
             cause = error if isinstance(error, OSError) else error.__context__
             if not isinstance(cause, OSError):
                 raise
             raise write_error(file, cause) from error
+        sharded.remove_unused_folders(file)  # also those of an earlier start under another strategy
 
     def _check_is_readable(self, file: Path) -> None:
         """Warn, at the first save, of an object for which the run could not be continued."""
@@ -149,12 +152,18 @@ def read_weights(path: Path | str, option: str, **options: Any) -> dict[str, Ten
     return weights
 
 
-def check_is_complete(path: Path) -> None:
-    """Check that `path` is a complete checkpoint of a run."""
+def check_is_complete(path: Path) -> int:
+    """Check that `path` is a complete checkpoint of a run; return the steps after which the run can go on from it.
+
+    They are -1 if it has weights only, or was saved after an error in a step.
+    """
     try:
         if corrupt_member := zipfile.ZipFile(path).testzip():  # torch.load ignores a wrong checksum
             raise zipfile.BadZipFile(f"{corrupt_member} is corrupt")
-        sharded.check_shards(read_run_checkpoint(path, "ckpt_path", map_location="meta", mmap=True), path)
+        checkpoint = read_run_checkpoint(path, "ckpt_path", map_location="meta", mmap=True)
+        sharded.check_shards(checkpoint, path)
+        position = checkpoint.get("position", {})
+        return -1 if position.get("is_after_error") else int(position.get("steps", -1))
     except CheckpointUserError:
         raise
     except Exception as error:  # a corrupt file can raise anything

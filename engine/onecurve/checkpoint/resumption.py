@@ -89,6 +89,7 @@ class ExactResumption(L.Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["position"] = position = self._position(trainer)
+        position["is_after_error"] = trainer.interrupted
         epochs, before = trainer.fit_loop.epoch_progress.current, self._requires_grad
         is_at_start = epochs.started > epochs.processed == position["epoch"]
         checkpoint["has_begun_epoch"] = position["epoch_steps"] > 0 or is_at_start

@@ -81,16 +81,21 @@ def remove_unused_folders(file: Path) -> None:
     folders = list(file.parent.glob(f"{glob.escape(file.stem)}.{'[0-9a-f]' * 8}.{SHARDS}"))
     if not folders:  # reading the checkpoints takes time
         return
-    used = {_folder_name(checkpoint) for checkpoint in {file, *file.parent.glob("*.ckpt")}}
+    try:
+        used = {_folder_name(checkpoint) for checkpoint in {file, *file.parent.glob("*.ckpt")} if checkpoint.is_file()}
+    except OSError:  # of a file system that does not answer: the next save looks again
+        return
     for folder in folders:
         if folder.name not in used:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # another process may be reading it
 
 
 def _folder_name(file: Path) -> str | None:
     """Return the name of a checkpoint's folder, or None if it has none or cannot be read."""
     try:
         return torch.load(file, map_location="meta", mmap=True, weights_only=True).get(SHARDS)
+    except OSError:
+        raise
     except Exception:  # a corrupt file can raise anything
         return None
 

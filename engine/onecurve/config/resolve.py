@@ -23,7 +23,6 @@ from onecurve.config.folder import (
     RECIPES,
     folder_of,
     newest_checkpoint,
-    remove_partial_checkpoints,
     saved_config,
 )
 from onecurve.errors import UserError, as_typed, nearest_options
@@ -170,7 +169,6 @@ def _resolve_checkpoints(cfg: DictConfig, folder: Path) -> None:
         is_job = "SLURM_JOB_ID" in os.environ or HydraConfig.get().mode == RunMode.MULTIRUN  # they find their folder
         if not (cfg.run_dir or is_job):
             raise UserError("resume=auto needs run_dir=FOLDER, so that the next start finds its checkpoints")
-        remove_partial_checkpoints(folder)
         newest = newest_checkpoint(folder)
         if newest and (folder / CONFIG).is_file():
             _check_has_same_classes(cfg, folder)

@@ -39,6 +39,7 @@ def file_lock(file: Path) -> Iterator[Path]:
 def atomic_write(file: Path) -> Iterator[Path]:
     """Yield a temporary path; on success, sync it and rename it to `file`. On an exception, remove it."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}.part")
+    temporary.unlink(missing_ok=True)  # left by a process that was killed, of the same number, as in containers
     try:
         yield temporary
         with temporary.open("rb") as stream:

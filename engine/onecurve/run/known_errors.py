@@ -32,6 +32,10 @@ _KNOWN_ERRORS = {
         "strategy=fsdp: training_step calls torch.autograd.grad, such as for a gradient penalty, when FSDP has freed "
         "the weights of the pass: use strategy=ddp"
     ),
+    "checkpoint contains only the model": (
+        "ckpt_path has weights only, such as a ModelCheckpoint with save_weights_only=True writes, from which no run can "
+        "go on: give another file, or load them into the module for a new run"
+    ),
     "Skipping the `training_step` by returning None": (
         "training_step returns None, and the other processes wait for its gradients: return a loss of zero, such as "
         "0 * loss, or set trainer.devices=1"
@@ -44,12 +48,12 @@ def translated_errors(ckpt_path: str | None) -> Iterator[None]:
     """Return a context in which such an error becomes a UserError; `ckpt_path` is where the run goes on."""
     try:
         yield
-    except (MisconfigurationException, RuntimeError) as error:
+    except (KeyError, MisconfigurationException, RuntimeError) as error:
         known = [text for words, text in _KNOWN_ERRORS.items() if words in str(error)]
         if ckpt_path and str(error).startswith("Error(s) in loading state_dict"):
             difference = str(error).splitlines()[1].strip()  # the first line names the class alone
             known = [f"ckpt_path contains another network than this run's; set `module` as in that run ({difference})"]
-        if isinstance(error, RuntimeError) and not known:
+        if not isinstance(error, MisconfigurationException) and not known:
             raise
         message = "".join(known) or f"Lightning refuses this run: {' '.join(str(error).split())}"
         if "could not find the monitored key" in message:

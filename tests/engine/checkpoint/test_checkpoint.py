@@ -164,6 +164,40 @@ def test_a_full_disk_leaves_the_newest_checkpoint(tmp_path: Path, monkeypatch: p
     assert torch.load(file)["global_step"] == 1
 
 
+def test_a_save_removes_what_killed_processes_have_left(tmp_path: Path) -> None:
+    """In a container the next process may have the number of the one that was killed while it named a file."""
+    file, io = tmp_path / "last.ckpt", AtomicCheckpointIO()
+    io.save_checkpoint({"global_step": 1}, file)
+    os.link(file, tmp_path / f".previous.ckpt.{os.getpid()}.part")
+    (tmp_path / ".last.ckpt.7.part").write_text("half a file")
+    (tmp_path / ".other.ckpt.7.part").write_text("that another process writes")
+    io.save_checkpoint({"global_step": 2}, file)
+    assert {one.name for one in tmp_path.iterdir()} == {"last.ckpt", "previous.ckpt", ".other.ckpt.7.part"}
+    assert [torch.load(tmp_path / f"{name}.ckpt")["global_step"] for name in ("previous", "last")] == [1, 2]
+
+
+def test_no_folder_is_removed_that_a_file_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that does not answer for a moment, or another process that reads the folder, ends no run."""
+    io, load = AtomicCheckpointIO(), torch.load
+    (tmp_path / "last.00000001.shards").mkdir()
+    io.save_checkpoint({"shards": "last.00000001.shards"}, tmp_path / "last.ckpt")
+
+    def fail(file: Any, *args: Any, **options: Any) -> Any:
+        if Path(file).name == "previous.ckpt":
+            raise OSError(errno.EIO, "input/output error")
+        return load(file, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "load", fail)
+        io.save_checkpoint({}, tmp_path / "last.ckpt")
+    assert list(tmp_path.glob("*.shards"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", lambda *_, **__: fail("previous.ckpt"))
+        io.save_checkpoint({}, tmp_path / "last.ckpt")
+    io.save_checkpoint({}, tmp_path / "last.ckpt")
+    assert not list(tmp_path.glob("*.shards"))
+
+
 def test_initial_weights_of_a_checkpoint_of_plain_lightning(tmp_path: Path) -> None:
     """`ckpt_path` refuses it, and names `init_from`."""
     module = L.LightningModule()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onecurve.config.folder import newest_checkpoint, remove_partial_checkpoints
+from onecurve.config.folder import newest_checkpoint
 from tests.support.commands import PARITY, TWO, callback, ranks, start, wait_for_exit, wait_until
 from tests.support.comparison import check_last_checkpoints, check_same_rows
 from tests.support.pool import Pool
@@ -56,7 +56,6 @@ def test_resumes_after_a_random_kill(
     time.sleep(rng.uniform(0, durations[0 if from_start else 1]))
     kill(process, VICTIMS[number % len(VICTIMS)])
     strategy, devices = rng.choice(ELSEWHERE)
-    remove_partial_checkpoints(folder)
     newest = newest_checkpoint(folder)
     saved = torch.load(newest)["global_step"] if newest else 0
     resume = [f"ckpt_path={newest}"] if newest else []

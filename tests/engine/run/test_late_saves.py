@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import onecurve
+from onecurve.config.folder import newest_checkpoint
 from onecurve.errors import UserError
 
 
@@ -329,3 +330,36 @@ def test_a_limit_of_predictions_counts_batches(accumulate: int, folder: Path) ->
     trainer = onecurve.Trainer(default_root_dir=folder, **given)
     predicted = trainer.predict(Sums(), DataLoader(RandomDataset(32, 64), batch_size=8))
     assert sum(map(len, predicted)) == 16
+
+
+class DiesInStep(L.Callback):
+    """Raises between the optimizer's step and its count."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 8 and trainer.ckpt_path is None:
+            raise RuntimeError("died")
+
+
+def test_a_run_goes_on_from_the_latest_step_that_a_callback_has_saved(folder: Path) -> None:
+    """Not from last.ckpt of the epoch before, nor from what is saved after an error within a step, or has weights only."""
+    named: dict[str, Any] = {"save_top_k": -1, "every_n_train_steps": 3, "filename": "{step}"}
+
+    def saves() -> list[ModelCheckpoint]:
+        weights = ModelCheckpoint(**named | {"every_n_train_steps": 1, "filename": "weights"}, save_weights_only=True)
+        at_error = ModelCheckpoint(**named | {"every_n_train_steps": 100, "filename": "error"}, save_on_exception=True)
+        return [ModelCheckpoint(**named), weights, at_error]
+
+    expected, _ = fit_sums(folder / "one", *saves())
+    with pytest.raises(RuntimeError, match="died"):
+        fit_sums(folder / "two", DiesInStep(), *saves())
+    files = folder / "two" / "checkpoints"
+    assert {"last.ckpt", "error.ckpt", "step=6.ckpt"} <= {file.name for file in files.iterdir()}
+    assert newest_checkpoint(folder / "two") == files / "step=6.ckpt"
+    module, trainer = fit_sums(folder / "two", DiesInStep(), *saves(), ckpt_path="last")
+    assert trainer.global_step == 24
+    assert all(torch.equal(module.state_dict()[name], value) for name, value in expected.state_dict().items())
+    for file in files.glob("*.ckpt"):
+        if not file.name.startswith("weights"):
+            file.unlink()
+    with pytest.raises(UserError, match="ckpt_path has weights only"):
+        fit_sums(folder / "two", ckpt_path="last")
