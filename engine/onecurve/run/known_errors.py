@@ -33,8 +33,8 @@ _KNOWN_ERRORS = {
         "the weights of the pass: use strategy=ddp"
     ),
     "checkpoint contains only the model": (
-        "ckpt_path has weights only, such as a ModelCheckpoint with save_weights_only=True writes, from which no run can "
-        "go on: give another file, or load them into the module for a new run"
+        "ckpt_path has weights only, as a ModelCheckpoint with save_weights_only=True saves, from which no run can go "
+        "on: give another file, or load them into the module for a new run"
     ),
     "Skipping the `training_step` by returning None": (
         "training_step returns None, and the other processes wait for its gradients: return a loss of zero, such as "

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,9 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from onecurve.checks.schedules import plateau_configs
+from onecurve.errors import UserError
 from onecurve.parallel.batch_norm import grouped_norms
+from onecurve.parallel.gather import gather_objects
 from onecurve.parallel.norm_groups import NormGroups
 from onecurve.patches.lightning_loops import CheckpointConnector, leave_signals_alone, replace_parts
 from onecurve.random.dropout import use_sample_dropout
@@ -50,7 +53,13 @@ class _PreparingConnector(CheckpointConnector):
     No hook of Lightning comes between these and the strategy, which wraps the module. (trainer/trainer.py, line 1041)
     """
 
-    def resume_start(self, *args: Any, **kwargs: Any) -> None:
+    def resume_start(self, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+        found = gather_objects(checkpoint_path and Path(checkpoint_path).name)
+        if len(set(found)) > 1:
+            raise UserError(
+                f"ckpt_path: the processes have found different checkpoints ({', '.join(map(str, found))}): let "
+                "default_root_dir be in a folder that all nodes share"
+            )
         trainer: Any = self.trainer
         module = trainer.lightning_module
         trainer.precision_plugin.convert_module(module)
@@ -58,7 +67,7 @@ class _PreparingConnector(CheckpointConnector):
         for callback in trainer.callbacks:
             if isinstance(callback, NormGroups):
                 callback.setup(trainer, module, trainer.state.fn)
-        super().resume_start(*args, **kwargs)
+        super().resume_start(checkpoint_path, *args, **kwargs)
 
 
 class LoopChanges(L.Callback):

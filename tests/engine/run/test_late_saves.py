@@ -341,7 +341,7 @@ class DiesInStep(L.Callback):
 
 
 def test_a_run_goes_on_from_the_latest_step_that_a_callback_has_saved(folder: Path) -> None:
-    """Not from last.ckpt of the epoch before, nor from what is saved after an error within a step, or has weights only."""
+    """Not from last.ckpt of the epoch before, nor from a file that was saved after an error, or has weights only."""
     named: dict[str, Any] = {"save_top_k": -1, "every_n_train_steps": 3, "filename": "{step}"}
 
     def saves() -> list[ModelCheckpoint]:

@@ -558,6 +558,17 @@ def test_a_run_whose_time_was_over_goes_on_with_more(folder: Path) -> None:
     assert again.current_epoch == 2
 
 
+def fit_on_a_rank(folder: Path) -> None:
+    node = folder / os.environ["RANK"]  # which has a file system of its own
+    trainer(node, strategy="ddp", devices=2, max_epochs=2).fit(Boring(), loader(), ckpt_path="last")
+
+
+def test_processes_that_find_different_checkpoints_do_not_wait_for_each_other(pool: Pool, folder: Path) -> None:
+    trainer(folder / "0").fit(Boring(), loader())
+    with pytest.raises(RankFailed, match=r"found different checkpoints \(last.ckpt, None\)"):
+        pool.run(2, fit_on_a_rank, folder)
+
+
 class TwoValidations(Boring):
     """Logs a loss of each of several loaders, and a value of all."""
 
