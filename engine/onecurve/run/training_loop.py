@@ -95,12 +95,18 @@ class LoopChanges(L.Callback):
         trainer.last_step = trainer.datamodule.last_step  # `is_log_point` reads it
         _skip_empty_hooks(trainer.callbacks)
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let hooks normalize batches of their own, which are whole on each rank: before the callbacks of the user."""
-        for norm in grouped_norms(pl_module):
+        self._norms = list(grouped_norms(pl_module))
+        for norm in self._norms:
             norm.is_in_step = False
 
-    on_train_start = on_validation_start = on_train_epoch_end
+    on_train_epoch_end = on_validation_start = on_train_start
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        for norm in self._norms:
+            norm.is_in_step = True
+        self._norms.clear()
 
     def on_predict_batch_end(
         self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0

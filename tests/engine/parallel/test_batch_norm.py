@@ -405,6 +405,28 @@ def test_another_trainer_has_its_groups_after_an_error(folder: Path) -> None:
     assert all(map(torch.equal, module.parameters(), fresh.parameters()))
 
 
+class Probing(L.Callback):
+    """Runs the network on the batch of each step before it."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        module.net(batch[0])
+
+
+def probe(folder: Path, strategy: str, devices: int) -> list[float]:
+    options: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
+    options |= {"strategy": strategy, "devices": devices, "max_epochs": 2, "val_check_interval": 1}
+    trainer = onecurve.Trainer(callbacks=[Probing()], default_root_dir=folder / strategy, **options)
+    module, loader = Estimating(), DataLoader(TensorDataset(torch.randn(16, 4)), 8)
+    trainer.fit(module, loader, loader)
+    running: Any = module.net[0].running_var
+    return running.tolist()
+
+
+def test_a_callback_that_runs_the_network_before_each_step_has_the_groups_of_the_step(pool: Pool, folder: Path) -> None:
+    expected, *found = probe(folder, "auto", 1), *pool.run(2, probe, folder, "ddp", 2)
+    assert found == [pytest.approx(expected, rel=1e-5)] * 2
+
+
 class ForbidAfterTeardown(L.Callback):
     """Lets collectives fail once the strategy has moved the module to the CPU, as NCCL does with tensors there."""
 
