@@ -4,6 +4,7 @@ import csv
 import logging
 import os
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,12 @@ class CSVLogger(Logger):
         rows = self._read()
         self._rows = [row for row in rows if row["step"] < step]
         self._has_cut_rows |= len(self._rows) < len(rows)
+
+    @rank_zero_only
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Sync the rows, as the checkpoint is synced: a run goes on from it with these, also if the machine fails."""
+        with suppress(OSError), self.file.open("rb") as stream:
+            os.fsync(stream.fileno())
 
     def _read(self) -> list[dict[str, Any]]:
         """Return the rows; the first call reads those of an earlier process, without a truncated last line."""

@@ -1,5 +1,6 @@
 """Callbacks of Lightning that save, stop or search: what a run that goes on has of them, and what is refused."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -363,3 +364,17 @@ def test_a_run_goes_on_from_the_latest_step_that_a_callback_has_saved(folder: Pa
             file.unlink()
     with pytest.raises(UserError, match="ckpt_path has weights only"):
         fit_sums(folder / "two", ckpt_path="last")
+
+
+def test_the_rows_of_a_saved_step_are_synced_like_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that fails loses what is not synced, and a run that goes on would lack these rows in silence."""
+    synced, fsync, file = list[int](), os.fsync, folder / "metrics.csv"
+
+    def record(descriptor: int) -> None:
+        fsync(descriptor)
+        if file.exists() and os.fstat(descriptor).st_ino == file.stat().st_ino:
+            synced.append(len(file.read_text().splitlines()) - 1)
+
+    monkeypatch.setattr(os, "fsync", record)
+    fit_sums(folder, max_epochs=2, log_every_n_steps=2)
+    assert synced == [3, 5], "at the end of each epoch, of the first and each second step"
