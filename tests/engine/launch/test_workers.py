@@ -14,7 +14,7 @@ import pytest
 from onecurve.process.fork_server import PRELOADED, start_fork_server
 from onecurve.process.rank import usable_cores
 from onecurve.process.started_by import take_environment
-from tests.support.commands import TINY, run_here
+from tests.support.commands import TINY, TWO, run_here
 
 IMPORT = """
 import importlib, os, sys, torch
@@ -40,6 +40,7 @@ import shutil, sys, tempfile
 from pathlib import Path
 from onecurve.process import fork_server
 
+fork_server.PRELOADED.clear()
 print(fork_server.start_fork_server())
 for path in Path(tempfile.gettempdir()).glob("pymp-*"):
     shutil.rmtree(path)
@@ -105,7 +106,8 @@ def test_ranks_have_the_present_cores_of_their_launcher(small: list[str], folder
     os.sched_setaffinity(0, before[:1])
     try:
         marks = f"+callbacks.marks._target_={__name__}.Marks"
-        run_here(*small, *TINY, "logger=none", "strategy=ddp", "trainer.devices=2", marks, f"run_dir={folder}")
+        short = [*TINY, *TWO, "logger=none", "trainer.max_steps=1", "test=false"]
+        run_here(*small, *short, marks, f"run_dir={folder}")
     finally:
         os.sched_setaffinity(0, before)
     assert [(folder / f"cores{rank}").read_text() for rank in (0, 1)] == [str(before[:1])] * 2, "written at the end"
