@@ -76,10 +76,12 @@ def _sharing_group(ranks: list[int], layout: BatchLayout, data_parallel: Any) ->
     """Return the process group of some data-parallel ranks; None for a rank alone, which needs none."""
     if len(ranks) == layout.parallel.dp_size:
         return data_parallel
-    if len(ranks) == 1:
+    if (np.count_nonzero(layout.counts, axis=0) == 1).all():
         return None
     members = [dist.get_process_group_ranks(data_parallel)[number] for number in ranks]
-    return dist.new_group(members, use_local_synchronization=True)
+    # NCCL divides the group of all ranks (`ncclCommSplit`), so each must call it if one does, also a rank alone.
+    group = dist.new_group(members, use_local_synchronization=True)
+    return group if len(ranks) > 1 else None
 
 
 def ranks_that_share(layout: BatchLayout) -> list[int]:
@@ -88,8 +90,7 @@ def ranks_that_share(layout: BatchLayout) -> list[int]:
     found, known = [layout.parallel.dp_rank], 0
     while known < len(found):  # add the ranks that share a group with one of these
         known = len(found)
-        groups = holds[found].any(0)
-        found = np.flatnonzero(holds[:, groups].any(1)).tolist()
+        found = np.flatnonzero(holds[:, holds[found].any(0)].any(1)).tolist()
     return found
 
 
@@ -129,9 +130,8 @@ def grouped_norms(net: nn.Module) -> Iterator["GroupedBatchNorm"]:
 def average_statistics(net: nn.Module) -> None:
     """Replace the running statistics with their weighted means over the data-parallel ranks, which must all call it."""
     norms = [norm for norm in grouped_norms(net) if norm.running_mean is not None]
-    if not norms or norms[0].groups.data_parallel is None:
+    if not norms or (groups := norms[0].groups).data_parallel is None:
         return
-    groups = norms[0].groups
     statistics: list[Any] = [tensor for norm in norms for tensor in (norm.running_mean, norm.running_var)]
     means = to_vector(statistics) * groups.weight
     dist.all_reduce(means, group=groups.data_parallel)

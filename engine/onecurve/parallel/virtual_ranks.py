@@ -72,7 +72,7 @@ class VirtualRanks:
         """
         table = rows.new_zeros(self.count, rows.shape[1])
         table[self.own.start : self.own.stop : self.own.step] = rows
-        integers = [table.view(torch.int64).flatten(), *(sums.exchanged_integers() for sums in self.sums)]
+        integers = [table.view(torch.int64).flatten(), *(sums.exchanged_integers(table.device) for sums in self.sums)]
         if len(self.of_processes) > 1:
             # A number is zero in all processes but one, so that the sum of its bits is exact.
             total = torch.cat(integers)
@@ -151,10 +151,8 @@ class PassSums:
         first = self.own[place] - self.own[place] % processes
         self._gradients.add(gradients, first, processes)
 
-    def exchanged_integers(self) -> Tensor:
+    def exchanged_integers(self, device: torch.device) -> Tensor:
         """Return (n,) int64: whether each weight has a gradient, and the buffers of virtual rank 0 without a mean."""
-        tensors = [*self.weights, *self._floats, *self._integers]
-        device = tensors[0].device if tensors else torch.device("cpu")
         flags = constant(tuple(self._has_gradient), torch.int64, device)
         return torch.cat([flags, *(buffer.flatten().long() for buffer in self._integers_of_first)])
 

@@ -14,6 +14,7 @@ QUICK = [
     "compiled, speedrun",
     "auto, rank 0 of 4",
     "fsdp, rank 1 of 4",
+    "hybrid, bit_exact, rank 1 of 4",
     "pipeline, 1f1b, rank 3 of 4",
 ]
 SABOTAGES = ["ItemInLoss", "MaskInAugmentation", "MaskedAssignment", "CopyToDevice"]

@@ -54,6 +54,20 @@ WORLDS: dict[str, tuple[int, Layout]] = {  # ranks, and what else is laid out
 }
 
 
+@pytest.mark.parametrize(("virtual_ranks", "groups"), [(5, [[0, 1], [0, 1], [2], [3]]), (4, [])], ids=["some", "none"])
+def test_all_ranks_divide_their_group_or_none(
+    virtual_ranks: int, groups: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL divides the group of all ranks in a collective, so that a rank which shares nothing must call it as well."""
+    made: list[list[int]] = []
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1, 2, 3])
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **_: made.append(ranks) or ranks)
+    layouts = [BatchLayout(6, DataParallelInfo(4, rank), virtual_ranks=virtual_ranks) for rank in range(4)]
+    sharing = [rank_groups(layout, "all").sharing for layout in layouts]
+    assert made == groups
+    assert sharing == [group if len(group) > 1 else None for group in groups or [[]] * 4]
+
+
 def layer(shape: tuple[int, ...], dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     torch.manual_seed(0)
     norm = options.pop("kind", KINDS[len(shape) - 2])(5, dtype=dtype, **options)
