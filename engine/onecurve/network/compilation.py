@@ -18,6 +18,7 @@ _T = TypeVar("_T")
 _EAGER_ROUNDING = ("emulate_precision_casts", "eager_numerics.division_rounding")
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # with CUDA graphs
+_UNTUNED = {"max-autotune": "reduce-overhead", "max-autotune-no-cudagraphs": "default"}
 _MODES = ("default", "max-autotune-no-cudagraphs", *GRAPH_MODES)
 
 
@@ -28,7 +29,12 @@ def check_compile_mode(option: str, choice: bool | str) -> None:
 
 
 def compile_blocks(net: nn.Module, mode: str | None) -> None:
-    """Compile the forward pass of a network as one graph; the names of its parameters do not change."""
+    """Compile the forward pass of a network as one graph; the names of its parameters do not change.
+
+    If torch is to be deterministic, as with `bit_exact`, no process chooses kernels by their times.
+    """
+    if mode and torch.are_deterministic_algorithms_enabled():
+        mode = _UNTUNED.get(mode, mode)
     # Dynamo skips the file of nn.Sequential, so `net.compile()` would compile its layers one by one. The blocks become
     # a part of the graph of the network, unless FSDP's hooks break it at each block.
     for part in (net, *net.children()):

@@ -109,6 +109,9 @@ class Watchdog(L.Callback):
         self._last_start = 0.0
         self._restart_timer()
 
+    def on_fit_start(self, *_: Any) -> None:
+        set_timeouts_after(self.timeout)  # also of groups that other callbacks have made in their `setup`
+
     def _restart_timer(self, *_: Any, **__: Any) -> None:
         """Restart the timer, at most once a second."""
         now = time.monotonic()

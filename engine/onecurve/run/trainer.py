@@ -140,6 +140,8 @@ class Trainer(L.Trainer):
         self._state_before_module = _seed_initial_weights(self.seed)
         accelerator, devices = resolve_devices(accelerator, devices)
         kwargs["deterministic"] = kwargs.get("deterministic") or (bit_exact and accelerator != "cpu") or None
+        if bit_exact:  # cuDNN would choose its kernels by their times, in each process again
+            kwargs["benchmark"] = False
         plugins: list[Any] = [AtomicCheckpointIO(), *arguments.as_list(kwargs.pop("plugins", None))]
         if kwargs.get("precision") == "64-true":  # Lightning accepts this name with some strategies only
             kwargs["precision"] = None

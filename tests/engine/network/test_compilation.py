@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from onecurve.network.compilation import compiled
+from onecurve.network.compilation import compile_blocks, compiled
 from onecurve.optim import muon
 from src.data.augment.augmentation import Augmentation
 from src.data.augment.pixels import crop_and_flip, sample_keys
@@ -29,6 +29,17 @@ def compile() -> Iterator[Compile]:
     counters.clear()
     yield lambda function: torch.compile(function, dynamic=False, fullgraph=True, backend="aot_eager_decomp_partition")
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("is_deterministic", "expected"), [(True, "reduce-overhead"), (False, "max-autotune")])
+def test_bit_exact_runs_choose_no_kernel_by_its_time(
+    is_deterministic: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda function, mode: modes.append(mode) or function)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
+    compile_blocks(torch.nn.ReLU(), "max-autotune")
+    assert modes == [expected]
 
 
 def augment(function: Any, options: dict[str, Any], epoch: int) -> Tensor:

@@ -772,6 +772,14 @@ def test_the_trainer_seeds_the_weights(folder: Path) -> None:
     assert not torch.equal(first_weight(3), first_weight(4))
 
 
+def test_bit_exact_lets_cudnn_choose_no_kernel_by_its_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    trainer(folder, benchmark=True)
+    assert torch.backends.cudnn.benchmark
+    trainer(folder, benchmark=True, bit_exact=True)
+    assert not torch.backends.cudnn.benchmark
+
+
 def test_kinds_of_errors(folder: Path) -> None:
     class Diverges(Boring):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -5,6 +5,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,9 @@ def test_process_groups_wait_for_the_timer(tmp_path: Path, monkeypatch: pytest.M
     for group in [dist.group.WORLD, *mesh.get_all_groups()]:
         timeout = group._get_backend(torch.device("cpu")).options._timeout
         assert timeout == timedelta(seconds=1000, minutes=5)
+    later: Any = dist.new_group([0])
+    watchdog.on_fit_start(None, None)
+    assert later._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=1000, minutes=5)
     watchdog.teardown(None, None, "fit")
 
 
