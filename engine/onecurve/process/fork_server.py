@@ -10,13 +10,12 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import util
 from pathlib import Path
 
-from onecurve.patches.python import run_exit_functions
+from onecurve.patches.python import end_threads_and_call_exit_functions
 from onecurve.process.signals import SIGNALS
 
 PRELOADED = ["onecurve.run.experiment", "torch._dynamo"]
@@ -80,10 +79,7 @@ def end_as_interpreter() -> None:
 
 
 def _end() -> None:
-    for thread in threading.enumerate():
-        if not (thread.daemon or thread is threading.current_thread()):
-            thread.join()
-    run_exit_functions()
+    end_threads_and_call_exit_functions()
     for file in [one for one in gc.get_objects() if issubclass(type(one), _WRITTEN)]:
         with suppress(Exception):  # such as one that is closed
             file.flush()

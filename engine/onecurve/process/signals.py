@@ -183,7 +183,8 @@ def forward_to_workers() -> Iterator[None]:
                 raise SignalException("sent once more", signal.SIGKILL)  # elastic then kills the workers
             flag.parent.mkdir(parents=True, exist_ok=True)  # a cleaner of temporary files may have removed it
             flag.with_suffix(".part").write_text(str(number))
-            flag.with_suffix(".part").rename(flag)
+            with suppress(FileNotFoundError):  # a copy of the signal, which `timeout` sends, has come in between
+                flag.with_suffix(".part").rename(flag)
 
         handlers = install_handlers(handler)
         os.environ[FLAG_FILE] = str(flag)

@@ -1,9 +1,11 @@
 """What the ranks that this host starts have from their launcher, and from the process of which they are forked."""
 
 import atexit
+import multiprocessing
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 
-from onecurve.process.fork_server import PRELOADED, start_fork_server
+from onecurve.process.fork_server import PRELOADED, end_as_interpreter, start_fork_server
 from onecurve.process.rank import usable_cores
 from onecurve.process.started_by import take_environment
 from tests.support.commands import TINY, TWO, run_here
@@ -112,6 +114,22 @@ def test_ranks_have_the_present_cores_of_their_launcher(small: list[str], folder
         os.sched_setaffinity(0, before)
     assert [(folder / f"cores{rank}").read_text() for rank in (0, 1)] == [str(before[:1])] * 2, "written at the end"
     assert [(folder / f"end{rank}").exists() for rank in (0, 1)] == [True, True]
+
+
+def leave_an_idle_thread() -> None:
+    end_as_interpreter()
+    atexit.pool = ThreadPoolExecutor(1)  # type: ignore[attr-defined]  # which lives as long as the process
+    atexit.pool.submit(int).result()  # type: ignore[attr-defined]
+
+
+def test_a_rank_ends_with_an_idle_pool_of_threads() -> None:
+    """As torch.compile has one."""
+    process = multiprocessing.get_context("spawn").Process(target=leave_an_idle_thread)
+    process.start()
+    process.join(60)
+    code = process.exitcode
+    process.kill()
+    assert code == 0
 
 
 def test_a_rank_has_the_present_variables_of_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

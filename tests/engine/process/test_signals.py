@@ -5,7 +5,10 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from onecurve.process import signals
 
@@ -25,6 +28,26 @@ def test_a_run_in_another_thread_installs_no_handler() -> None:
     thread.join()
     assert found == [{}, {}]
     assert {number: signal.getsignal(number) for number in signals.SIGNALS} == before
+
+
+def test_a_copy_of_a_signal_may_interrupt_its_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of `timeout`, which signals its command and then the group."""
+    monkeypatch.setattr(signals, "_received", [])
+    rename, handlers = Path.rename, {number: signal.getsignal(number) for number in signals.SIGNALS}
+
+    def interrupted(file: Path, target: Path) -> Path:
+        if len(signals._received) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return rename(file, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    try:
+        with signals.forward_to_workers():
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert Path(os.environ[signals.FLAG_FILE]).read_text() == str(int(signal.SIGTERM))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def test_output_whose_reader_has_ended_is_dropped() -> None:
