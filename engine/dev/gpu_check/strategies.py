@@ -59,6 +59,18 @@ def data_parallel(session: Session) -> str:
     return f"{middle(result, 'throughput/step_ms'):.0f} ms per tiny step in bfloat16"
 
 
+def compiled_ranks(devices: int) -> Callable[[Session], str]:
+    """Return the check that compiled ranks agree in float64 with one process on the CPU, and end."""
+
+    def check(session: Session) -> str:
+        options = [*SHORT_PARITY, groups_of("ddp")]
+        expected = run(replace(session, accelerator="cpu"), "cpu", *options)
+        found = run(session, "compiled", *options, "strategy=ddp", "module.compile=true", devices=devices)
+        return f"difference {expect_equal(found, expected)} in float64"
+
+    return check
+
+
 def compiled(session: Session) -> str:
     """Count graphs and graph breaks of a compiled run in float64, and compare it with the uncompiled one."""
     expected = run(session, "eager", *SHORT_PARITY)

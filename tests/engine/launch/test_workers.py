@@ -118,8 +118,9 @@ def test_ranks_have_the_present_cores_of_their_launcher(small: list[str], folder
 
 def leave_an_idle_thread() -> None:
     end_as_interpreter()
-    atexit.pool = ThreadPoolExecutor(1)  # type: ignore[attr-defined]  # which lives as long as the process
-    atexit.pool.submit(int).result()  # type: ignore[attr-defined]
+    pool = ThreadPoolExecutor(1)
+    pool.submit(int).result()
+    atexit.register(pool.shutdown)  # so that the pool lives as long as the process
 
 
 def test_a_rank_ends_with_an_idle_pool_of_threads() -> None:

@@ -36,7 +36,12 @@ def test_bit_exact_runs_choose_no_kernel_by_its_time(
     is_deterministic: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modes: list[Any] = []
-    monkeypatch.setattr(torch, "compile", lambda function, mode: modes.append(mode) or function)
+
+    def compile(function: Any, mode: str) -> Any:
+        modes.append(mode)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
     compile_blocks(torch.nn.ReLU(), "max-autotune")
     assert modes == [expected]

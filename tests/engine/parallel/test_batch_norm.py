@@ -60,8 +60,13 @@ def test_all_ranks_divide_their_group_or_none(
 ) -> None:
     """NCCL divides the group of all ranks in a collective, so that a rank which shares nothing must call it as well."""
     made: list[list[int]] = []
+
+    def new_group(ranks: list[int], **_: Any) -> list[int]:
+        made.append(ranks)
+        return ranks
+
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1, 2, 3])
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **_: made.append(ranks) or ranks)
+    monkeypatch.setattr(dist, "new_group", new_group)
     layouts = [BatchLayout(6, DataParallelInfo(4, rank), virtual_ranks=virtual_ranks) for rank in range(4)]
     sharing = [rank_groups(layout, "all").sharing for layout in layouts]
     assert made == groups
