@@ -37,8 +37,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         file = Path(path)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            for left in file.parent.glob(f".{glob.escape(file.name)}.*.part"):  # by a process that was killed
-                left.unlink(missing_ok=True)
+            for name in (file.name, PREVIOUS):
+                for left in file.parent.glob(f".{glob.escape(name)}.*.part"):  # by a process that was killed
+                    left.unlink(missing_ok=True)
             with atomic_write(file) as temporary:
                 with temporary.open("wb") as stream:
                     torch.save(_without_objects(checkpoint), stream)
@@ -155,7 +156,7 @@ def read_weights(path: Path | str, option: str, **options: Any) -> dict[str, Ten
 def check_is_complete(path: Path) -> int:
     """Check that `path` is a complete checkpoint of a run; return the steps after which the run can go on from it.
 
-    They are -1 if it has weights only, or was saved after an error in a step.
+    They are -1 if it has weights only, or lacks something of the step: the validation, or what came after an error.
     """
     try:
         if corrupt_member := zipfile.ZipFile(path).testzip():  # torch.load ignores a wrong checksum
@@ -163,7 +164,7 @@ def check_is_complete(path: Path) -> int:
         checkpoint = read_run_checkpoint(path, "ckpt_path", map_location="meta", mmap=True)
         sharded.check_shards(checkpoint, path)
         position = checkpoint.get("position", {})
-        return -1 if position.get("is_after_error") else int(position.get("steps", -1))
+        return -1 if position.get("is_incomplete") else int(position.get("steps", -1))
     except CheckpointUserError:
         raise
     except Exception as error:  # a corrupt file can raise anything

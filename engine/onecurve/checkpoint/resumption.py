@@ -89,8 +89,9 @@ class ExactResumption(L.Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["position"] = position = self._position(trainer)
-        position["is_after_error"] = trainer.interrupted
         epochs, before = trainer.fit_loop.epoch_progress.current, self._requires_grad
+        lacks_end_of_epoch = epochs.processed < position["epoch"]
+        position["is_incomplete"] = trainer.interrupted or lacks_end_of_epoch or _validates_next(trainer)
         is_at_start = epochs.started > epochs.processed == position["epoch"]
         checkpoint["has_begun_epoch"] = position["epoch_steps"] > 0 or is_at_start
         # A continued run with other frozen weights in its configuration keeps those.
@@ -155,6 +156,15 @@ class ExactResumption(L.Callback):
         _rewind(loops, position["epoch"], position["epoch_steps"], total=position["steps"])
         # Lightning counts the last step itself.
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = position["steps"] - 1
+
+
+def _validates_next(trainer: L.Trainer) -> bool:
+    """Return whether a validation within the epoch may follow what a ModelCheckpoint saves of a step."""
+    batches = trainer.fit_loop.epoch_loop.batch_progress
+    counts = batches.current if trainer.check_val_every_n_epoch else batches.total
+    is_in_step = batches.current.completed < batches.current.processed
+    # There is no such number if the time decides.
+    return is_in_step and trainer.enable_validation and counts.processed % (trainer.val_check_batch or 1) == 0
 
 
 def _has_average(callback: L.Callback, epochs: int) -> bool:

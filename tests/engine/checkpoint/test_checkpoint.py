@@ -169,7 +169,8 @@ def test_a_save_removes_what_killed_processes_have_left(tmp_path: Path) -> None:
     file, io = tmp_path / "last.ckpt", AtomicCheckpointIO()
     io.save_checkpoint({"global_step": 1}, file)
     os.link(file, tmp_path / f".previous.ckpt.{os.getpid()}.part")
-    (tmp_path / ".last.ckpt.7.part").write_text("half a file")
+    for name in ("last", "previous"):
+        (tmp_path / f".{name}.ckpt.7.part").write_text("half a file")
     (tmp_path / ".other.ckpt.7.part").write_text("that another process writes")
     io.save_checkpoint({"global_step": 2}, file)
     assert {one.name for one in tmp_path.iterdir()} == {"last.ckpt", "previous.ckpt", ".other.ckpt.7.part"}

@@ -1,6 +1,7 @@
 """Callbacks of Lightning that save, stop or search: what a run that goes on has of them, and what is refused."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 import onecurve
 from onecurve.config.folder import newest_checkpoint
 from onecurve.errors import UserError
+from onecurve.run.checkpoint import LastCheckpoint
 
 
 class Taught(BoringModel):
@@ -364,6 +366,45 @@ def test_a_run_goes_on_from_the_latest_step_that_a_callback_has_saved(folder: Pa
             file.unlink()
     with pytest.raises(UserError, match="ckpt_path has weights only"):
         fit_sums(folder / "two", ckpt_path="last")
+
+
+class DiesInValidation(L.Callback):
+    def on_validation_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 8 and trainer.ckpt_path is None:
+            raise RuntimeError("died")
+
+
+class EndsEpochs(Validated):
+    """Counts the validations and epochs that have ended."""
+
+    ends: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ends", torch.zeros(2))
+
+    def on_validation_epoch_end(self) -> None:
+        self.ends[0] += 1
+
+    def on_train_epoch_end(self) -> None:
+        self.ends[1] += 1
+
+
+@pytest.mark.parametrize("batches", [8, 16], ids=["at the end of an epoch", "within an epoch"])
+def test_a_validation_that_was_not_reached_is_not_left_out(batches: int, folder: Path) -> None:
+    """A file of the step before it is there, and last.ckpt of an earlier step."""
+    given: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "num_sanity_val_steps": 0}
+    given |= {"val_check_interval": 4, "enable_progress_bar": False, "enable_model_summary": False}
+    ends, loader = [], DataLoader(RandomDataset(32, 8 * batches), batch_size=8)
+    for name, dies in (("whole", []), ("died", [DiesInValidation()]), ("died", [])):
+        last = LastCheckpoint(str(folder / name / "checkpoints"), every_n_train_steps=6)
+        saves = [ModelCheckpoint(every_n_train_steps=4, save_top_k=-1), last]
+        trainer = onecurve.Trainer(default_root_dir=folder / name, callbacks=[*saves, *dies], **given)
+        module = EndsEpochs()
+        with pytest.raises(RuntimeError, match="died") if dies else nullcontext():
+            trainer.fit(module, loader, loader, ckpt_path="last")
+        ends.append(module.ends.tolist())
+    assert ends[0] == ends[2]
 
 
 def test_the_rows_of_a_saved_step_are_synced_like_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
