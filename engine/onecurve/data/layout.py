@@ -67,10 +67,13 @@ def alone() -> Iterator[None]:
     """Let torch.distributed and the variables of launchers describe a run of one process."""
     functions: dict[str, Any] = {"is_initialized": lambda: False, "get_rank": lambda group=None: 0}
     functions["get_world_size"] = lambda group=None: 1
-    with mock.patch.multiple(dist, **functions), mock.patch.dict(os.environ):
-        for name in OF_A_RANK:
-            os.environ.pop(name, None)
-        yield
+    with mock.patch.multiple(dist, **functions):
+        # Not `mock.patch.dict`, which empties the variables for a moment: other threads read them.
+        hidden = {name: os.environ.pop(name) for name in OF_A_RANK if name in os.environ}
+        try:
+            yield
+        finally:
+            os.environ.update(hidden)
 
 
 @dataclass(frozen=True)

@@ -326,8 +326,9 @@ class EvaluationLoaders:
         self.name, self.leaves, self.division, self.limit = name, loaders.leaves, division, limit
         # Each loader has numbers of its own: samples that a dataset draws are not those of training or another loader.
         self.seeds = [int(hash_ints(seed, *name.encode(), number)) for number in range(len(loaders.leaves))]
-        has_samples = any(map(self._has_samples, self.leaves, self.seeds))
-        self.evaluated = self.leaves if limit != 0 and has_samples else []
+        self._orders = list(map(self._order, self.leaves, self.seeds)) if limit != 0 else []
+        has_samples = any(order is None or len(order) for order in self._orders)
+        self.evaluated = self.leaves if has_samples else []
         self._option, self._method = f"trainer.limit_{name}_batches", loaders.method
         parallel = division.parallel
         self.parallel, self.ranks = parallel, [parallel.dp_rank]
@@ -339,31 +340,32 @@ class EvaluationLoaders:
     def of_rank(self, device: torch.device) -> Any:
         """Return the loader of this rank, or a list of several."""
         loaders: list[Any] = []
-        for loader, seed in zip(self.evaluated, self.seeds, strict=False):
-            if isinstance(loader.dataset, IterableDataset):
+        for loader, seed, order in zip(self.evaluated, self.seeds, self._orders, strict=False):
+            if order is None:
                 loaders.append(self._stream(loader, seed))
             else:
-                batches = self._batches(loader, seed)
+                batches = self._batches(loader, order)
                 loaders.append(RankLoader(loader, batches, seed, device, self.division.is_divided))
         return loaders[0] if len(loaders) == 1 else loaders
 
     def check(self, takes_batch: bool) -> None:
         """Check that ranks have equal samples, and one in each batch unless padding has a weight of zero."""
-        for loader, seed in zip(self.evaluated, self.seeds, strict=False):
-            if isinstance(loader.dataset, IterableDataset):
+        for loader, seed, order in zip(self.evaluated, self.seeds, self._orders, strict=False):
+            if order is None:
                 continue
-            batches = self._batches(loader, seed)
+            batches = self._batches(loader, order)
             if dist.is_initialized():
                 check_samples(loader, batches.order[:1], seed, self._method)
             if not (fetches_batches(loader.dataset) and (takes_batch or self.name == "predict")):
                 parts = self.division.accumulate if loader.batch_size else None
                 batches.check_no_rank_is_empty(self.name, parts)
 
-    def _has_samples(self, loader: DataLoader[Any], seed: int) -> bool:
-        return isinstance(loader.dataset, IterableDataset) or len(order_of(loader, seed, EVALUATION)) > 0
+    def _order(self, loader: DataLoader[Any], seed: int) -> Tensor | list[Tensor] | None:
+        """Return the order of the samples of a loader, which costs time if there are many; None of a stream."""
+        return None if isinstance(loader.dataset, IterableDataset) else order_of(loader, seed, EVALUATION)
 
-    def _batches(self, loader: DataLoader[Any], seed: int) -> EvaluationBatches:
-        order, unit = order_of(loader, seed, EVALUATION), self._unit(loader)
+    def _batches(self, loader: DataLoader[Any], order: Tensor | list[Tensor]) -> EvaluationBatches:
+        unit = self._unit(loader)
         if not isinstance(order, Tensor):
             order, unit = torch.cat([torch.arange(0), *order]), max(map(len, order), default=1)
         if loader.drop_last and self.name != "predict":  # where Lightning keeps all

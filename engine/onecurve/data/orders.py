@@ -6,6 +6,7 @@ A sampler may have a state, such as a list of batches that it shuffles in place.
 import copy
 import operator
 import random
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
@@ -77,8 +78,8 @@ def is_repeatable(sampler: Any, seed: int, dataset: Any = None, has_batches: boo
 def draw(sampler: Any, seed: int, epoch: int, has_batches: bool = False) -> Tensor | list[Tensor]:
     """Return the (n,) indices that a sampler yields in an epoch, or those of each batch; its state changes.
 
-    The global generators, and those of torch that it has as `generator`, are seeded for the epoch. As in a DataLoader,
-    the length of a sampler, if it has one, ends an epoch.
+    The global generators, and those of torch that it has as `generator`, are seeded for the epoch. As in Lightning, the
+    length of a sampler, if it has one, ends an epoch.
     """
     samplers = _with_inner(sampler)
     for each in samplers:
@@ -86,11 +87,12 @@ def draw(sampler: Any, seed: int, epoch: int, has_batches: bool = False) -> Tens
             each.set_epoch(max(epoch, 0))
     key = int(hash_ints(seed, epoch))
     with isolate_rng(include_cuda=False), alone():  # a sampler may divide itself by rank when it is iterated
-        seed_generators(key)
-        for each in samplers:
-            if isinstance(getattr(each, "generator", None), torch.Generator):
-                each.generator.manual_seed(key)
-        drawn = list(islice(sampler, length_of(sampler)))
+        _seed(samplers, key)
+        length = length_of(sampler)
+        _seed(samplers, key)  # a sampler may draw an epoch to count it
+        indices = iter(sampler)
+        drawn = list(islice(indices, length))
+        next(indices, None)  # what a sampler does after its last index, such as counting its epochs
     try:
         return [_indices(batch) for batch in drawn] if has_batches else _indices(drawn)
     except TypeError as error:
@@ -98,6 +100,13 @@ def draw(sampler: Any, seed: int, epoch: int, has_batches: bool = False) -> Tens
             f"{type(sampler).__name__} yields what is not the index of a sample ({error}): let it yield integers, "
             "and take what else a sample needs, such as its size, from the dataset"
         ) from None
+
+
+def _seed(samplers: Iterable[Any], key: int) -> None:
+    seed_generators(key)
+    for each in samplers:
+        if isinstance(getattr(each, "generator", None), torch.Generator):
+            each.generator.manual_seed(key)
 
 
 def length_of(samples: Any) -> int | None:

@@ -244,9 +244,11 @@ def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
             f"{method}: {type(sampler).__name__} has a random generator of its own, so each process would have "
             "another order: let it draw from the global generator of torch, NumPy or Python"
         )
-    count: int = len(loader.dataset)  # type: ignore[arg-type]
-    spread = torch.linspace(0, count - 1, 1 if disables_batching(loader) else min(_PROBED, count), dtype=torch.float64)
-    check_samples(loader, spread.long(), seed, method)  # those of one class may be one after the other
+    order = order_of(loader, seed, 0)  # a sampler may leave out samples that cannot be fetched
+    order = order if isinstance(order, Tensor) else torch.cat(order)
+    count = 1 if disables_batching(loader) else min(_PROBED, len(order))
+    spread = torch.linspace(0, len(order) - 1, count, dtype=torch.float64)
+    check_samples(loader, order[spread.long()], seed, method)  # those of one class may be one after the other
 
 
 def check_samples(loader: DataLoader[Any], indices: Tensor, seed: int, method: str) -> None:
@@ -254,8 +256,10 @@ def check_samples(loader: DataLoader[Any], indices: Tensor, seed: int, method: s
     if fetches_batches(loader.dataset):
         return
     collate = partial(_collate_if_possible, collate_function(loader))
-    batches = _probe_loader(loader, [indices] * 2, seed, collate) if len(indices) else [((), ())] * 2
-    (_, first), (_, again) = batches
+    size = 1 if has_batch_sampler(loader) else max(1, len(indices))  # samples of two batches may not fit together
+    batches = [indices[first : first + size] for first in range(0, len(indices), size)]
+    made = [batch for _, batch in _probe_loader(loader, batches * 2, seed, collate)]
+    first, again = made[: len(batches)], made[len(batches) :]
     numbers = [leaf for leaf in tree_leaves(first) if not isinstance(leaf, str)]  # a path may be that of a node
     digests = digests_of_ranks([length_of(loader.dataset), numbers] if are_equal(first, again) else None)
     if None in digests:
@@ -278,12 +282,12 @@ def digests_of_ranks(samples: list[Any] | None) -> list[str | None]:
     content = hashlib.sha256()
     for leaf in tree_leaves(samples):
         if isinstance(leaf, Tensor) and is_dense(leaf):
-            content.update(leaf.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            content.update(leaf.cpu().resolve_conj().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         elif isinstance(leaf, np.ndarray | str | int | float):
             content.update(repr(leaf).encode())
     digests = [None if samples is None else content.hexdigest()]
     if dist.is_initialized():
-        digests *= dist.get_world_size()
+        digests *= dist.get_world_size(dist.group.WORLD)  # which `configure_optimizers` sees, too
         dist.all_gather_object(digests, digests[0])
     return digests
 

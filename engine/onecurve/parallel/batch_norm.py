@@ -150,7 +150,7 @@ class GroupedBatchNorm(AnyBatchNorm):
         lengths: values of a channel in a sample, for each forward pass of this step, if the layer is not compiled.
         is_first_pass: whether the next forward pass in training is the first one of its optimizer step.
         is_normalized: whether the forward pass called `F.batch_norm` with the running statistics of the layer.
-        is_in_step: not in a hook after an epoch, which reads whole batches on each rank, as `update_bn` does.
+        is_in_step: not from a validation or an epoch to the next step: hooks such as `update_bn` read whole batches.
     """
 
     groups: RankGroups

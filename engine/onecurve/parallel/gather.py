@@ -37,7 +37,7 @@ def gather_objects(own: Any, group: Any = None) -> list[Any]:
     """
     if not dist.is_initialized():
         return [own]
-    ranks: list[Any] = [None] * dist.get_world_size(group)
+    ranks: list[Any] = [None] * dist.get_world_size(group or dist.group.WORLD)
     dist.all_gather_object(ranks, own, group)
     return ranks
 

@@ -91,10 +91,16 @@ def test_few_batches_have_the_same_order_by_chance(count: int) -> None:
     assert all(is_repeatable(Buckets(count=count), seed, has_batches=True) for seed in range(20))
 
 
+class CountingAtTheEnd(Counting):
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from random.Random(self.passes).sample(self.batches, len(self.batches))
+        self.passes += 1
+
+
 @pytest.mark.parametrize(
     "sampler",
-    [OwnGenerator(np.random.default_rng(0)), OwnGenerator(random.Random(0)), Nested(), Counting()],
-    ids=["numpy", "python", "nested", "counting"],
+    [OwnGenerator(np.random.default_rng(0)), OwnGenerator(random.Random(0)), Nested(), Counting(), CountingAtTheEnd()],
+    ids=["numpy", "python", "nested", "counting", "counting at the end"],
 )
 def test_refuses_a_generator_of_its_own(sampler: Any) -> None:
     with pytest.raises(UserError, match=f"{type(sampler).__name__} has a random generator of its own"):
@@ -127,6 +133,59 @@ class Endless(Buckets):
 def test_the_length_of_a_sampler_ends_an_epoch() -> None:
     (batches,) = orders(DataLoader(DATASET, batch_sampler=Endless()), 0)
     assert batches == Buckets().batches
+
+
+class OfAnySize(Buckets):
+    """Draws how many batches there are, also if it is asked."""
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        positions = list(range(40))
+        while positions:
+            size = random.randint(1, 5)
+            yield positions[:size]
+            del positions[:size]
+
+
+def test_a_length_that_is_drawn_is_that_of_the_epoch() -> None:
+    for batches in orders(DataLoader(DATASET, batch_sampler=OfAnySize()), *range(12)):
+        assert [position for batch in batches for position in batch] == list(range(40))
+
+
+class Windows(Dataset[Any]):
+    """Has a window from each row on that has three behind it."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, position: int) -> Any:
+        if position > 36:
+            raise IndexError(position)
+        return torch.arange(position, position + 4) * torch.ones((), dtype=torch.complex64).conj()
+
+
+def test_fetches_what_the_sampler_gives(caplog: pytest.LogCaptureFixture) -> None:
+    """Also samples that are conjugates, whose bytes torch does not show."""
+    check_repeatable(DataLoader(Windows(), 4, sampler=range(37)), 0, "train_dataloader")
+    assert not caplog.text
+
+
+class Ragged(Dataset[Any]):
+    rng = random.Random(0)
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, position: int) -> Any:
+        return torch.full((position // 4,), self.rng.random())
+
+
+def test_warns_of_a_generator_of_samples_that_only_their_batch_joins(caplog: pytest.LogCaptureFixture) -> None:
+    loader: Any = DataLoader(Ragged(), batch_sampler=Buckets())
+    check_repeatable(loader, 0, "train_dataloader")
+    assert "Ragged has a random generator or a state of its own" in caplog.text
 
 
 class Augmented(Dataset[Any]):

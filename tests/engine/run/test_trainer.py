@@ -1068,6 +1068,27 @@ def test_warns_of_samples_that_differ_between_the_ranks(sharded: str, pool: Pool
         assert [text.partition(",")[0] for text in warnings] == expected
 
 
+class CountsSteps(Boring):
+    """Asks for the number of steps, for which Lightning asks for the loaders."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1 / self.trainer.estimated_stepping_batches)
+        self.rate = optimizer.param_groups[0]["lr"]
+        return optimizer
+
+
+def fit_with_new_loaders(folder: Path) -> float:
+    options: Any = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
+    module = CountsSteps()
+    trainer(folder, strategy="ddp", devices=2, **options).fit(module, loader())
+    return module.rate
+
+
+def test_ranks_compare_their_samples_while_the_optimizer_is_configured(pool: Pool, folder: Path) -> None:
+    """It sees one process, and loaders that are made anew then have samples that all ranks compare."""
+    assert pool.run(2, fit_with_new_loaders, folder) == [0.1 / (2 * len(loader()))] * 2
+
+
 class CountsRows(Boring):
     def on_validation_start(self) -> None:
         self.rows = 0
