@@ -1,14 +1,14 @@
 """Checks of the numbers that a network is built with."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from onecurve import UserError
 
 
-def check_sizes(**sizes: int | Sequence[int]) -> None:
+def check_sizes(**sizes: int | Iterable[int]) -> None:
     """Raise a UserError if a size, or one of several, is not above zero: torch would build layers without weights."""
     for name, value in sizes.items():
-        if min([value] if isinstance(value, int) else value, default=1) < 1:
+        if min(value if isinstance(value, Iterable) else [value], default=1) < 1:
             raise UserError(f"model.{name}={value}: give numbers above zero")
 
 

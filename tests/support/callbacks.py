@@ -89,7 +89,7 @@ class SmallMemory(L.Callback):
         self.samples = samples
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, *_: Any) -> None:
-        largest = max(len(part.samples) for part in trainer.datamodule.parts)
+        largest = max(len(part.sample_index) for part in trainer.datamodule.parts)
         if largest > self.samples:
             raise torch.OutOfMemoryError(f"{largest} samples")
 

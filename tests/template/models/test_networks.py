@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from onecurve.targets import build
+from src.models.mlp import mlp
+from src.models.resnet9 import resnet9
 from tests.support.choices import MODELS
 from tests.support.runs import CONF, compose
 
@@ -60,3 +63,8 @@ def test_group_normalization_replaces_every_batch_normalization(name: str, folde
     replaced = sum(isinstance(part, nn.BatchNorm2d) for part in parts("batch"))
     assert sum(isinstance(part, nn.GroupNorm) for part in parts("group")) == replaced > 0
     assert not any(isinstance(part, nn.BatchNorm2d) for part in parts("group"))
+
+
+def test_sizes_may_be_numbers_of_numpy() -> None:
+    assert len(mlp(10, (3, 4, 4), np.array([8, 4]), np.float32(0.1))) == 4  # type: ignore[arg-type]
+    assert len(resnet9(10, np.int64(4))) == 5  # type: ignore[arg-type]
