@@ -6,7 +6,6 @@ as their share. With `bit_exact`, virtual rank v holds the positions that rank v
 would hold.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from onecurve.errors import UserError
 from onecurve.network.compilation import device_constant
-from onecurve.process.started_by import OF_A_RANK
+from onecurve.process.started_by import OF_A_RANK, variables_replaced
 
 
 @dataclass(frozen=True)
@@ -67,13 +66,8 @@ def alone() -> Iterator[None]:
     """Let torch.distributed and the variables of launchers describe a run of one process."""
     functions: dict[str, Any] = {"is_initialized": lambda: False, "get_rank": lambda group=None: 0}
     functions["get_world_size"] = lambda group=None: 1
-    with mock.patch.multiple(dist, **functions):
-        # Not `mock.patch.dict`, which empties the variables for a moment: other threads read them.
-        hidden = {name: os.environ.pop(name) for name in OF_A_RANK if name in os.environ}
-        try:
-            yield
-        finally:
-            os.environ.update(hidden)
+    with mock.patch.multiple(dist, **functions), variables_replaced(OF_A_RANK):
+        yield
 
 
 @dataclass(frozen=True)

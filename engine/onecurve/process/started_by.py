@@ -1,7 +1,8 @@
 """Who started this process, and as which rank: the one reader of the variables that torchrun and srun set."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from onecurve.errors import UserError
 
@@ -43,6 +44,19 @@ def forget_other_ranks() -> None:
     if started_by() is None:
         for name in OF_A_RANK:
             os.environ.pop(name, None)
+
+
+@contextmanager
+def variables_replaced(names: Iterable[str], **values: str) -> Iterator[None]:
+    """Replace variables by `values`, or by none; others stay: threads read them, and code of the user sets them."""
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def take_environment(of_launcher: Mapping[str, str]) -> None:

@@ -1,6 +1,5 @@
 """Changes of Lightning's loops, also those of an evaluation."""
 
-import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from onecurve.parallel.batch_norm import grouped_norms
 from onecurve.parallel.gather import gather_objects
 from onecurve.parallel.norm_groups import NormGroups
 from onecurve.patches.lightning_loops import CheckpointConnector, leave_signals_alone, replace_parts
+from onecurve.process.started_by import variables_replaced
 from onecurve.random.dropout import use_sample_dropout
 from onecurve.run.logged_values import LoggedValues, LogPoints
 from onecurve.run.step import StepInParts
@@ -134,6 +134,6 @@ def _setup_optimizers(setup: Callable[..., None], strategy: Any, trainer: L.Trai
     """Set the optimizers up: `configure_optimizers` sees one process, by whose number it may multiply a rate."""
     module, size = trainer.lightning_module, dist.get_world_size
     one = mock.patch.object(dist, "get_world_size", lambda group=None: 1 if group is None else size(group))
-    configure = mock.patch.dict(os.environ, WORLD_SIZE="1")(one(module.configure_optimizers))
+    configure = variables_replaced(["WORLD_SIZE"], WORLD_SIZE="1")(one(module.configure_optimizers))
     with mock.patch.object(module, "configure_optimizers", configure):
         setup(strategy, trainer)

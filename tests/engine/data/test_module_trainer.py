@@ -44,6 +44,7 @@ class ScalesRate(Vectors):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         rate = 0.01 * self.trainer.world_size * self.trainer.num_devices
+        os.environ["OF_LIBRARY"] = "set by the module"
         ranks = int(os.environ.get("WORLD_SIZE", 1)) * (dist.get_world_size() if dist.is_initialized() else 1)
         return torch.optim.Adam(self.net.parameters(), rate * ranks)
 
@@ -101,9 +102,13 @@ class AsksForValidation(VectorData):
 
 
 @pytest.mark.parametrize("limit", [None, 0])
-def test_a_data_module_knows_in_its_setup_whether_a_validation_comes(limit: int | None, folder: Path) -> None:
+def test_a_data_module_knows_in_its_setup_whether_a_validation_comes(
+    limit: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OF_LIBRARY", "")
     quiet: Any = {"accelerator": "cpu", "devices": 1, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = onecurve.Trainer(default_root_dir=folder, max_steps=1, limit_val_batches=limit, **quiet)
     data = AsksForValidation()
     trainer.fit(ScalesRate(), datamodule=data)
     assert data.enabled is trainer.enable_validation is (limit is None)
+    assert os.environ["OF_LIBRARY"] == "set by the module", "only the variables of ranks are others for a while"
