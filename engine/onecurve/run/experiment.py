@@ -25,17 +25,7 @@ from onecurve.targets import build, check_options, locate
 
 _log = logging.getLogger(__name__)
 # Arguments of the Trainer for which the configuration has another place, or that have no meaning here.
-_PLACED = [
-    "strategy",
-    "callbacks",
-    "logger",
-    "default_root_dir",
-    "config",
-    "seed",
-    "virtual_ranks",
-    "bit_exact",
-    "timeout",
-]
+_PLACED = "strategy callbacks logger default_root_dir config seed virtual_ranks bit_exact timeout".split()
 _REFUSED = [*_PLACED, "enable_checkpointing", "plugins", *REFUSED]
 
 

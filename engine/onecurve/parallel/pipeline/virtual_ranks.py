@@ -51,12 +51,9 @@ class StageRanks(VirtualRanks):
     @contextmanager
     def one_pass(self, place: int) -> Iterator[None]:
         strategy = self.trainer.strategy
-        call = partial(strategy.return_scheduled, self._outputs[place])
-        # An error ends it, too: a script may catch that, and evaluate.
-        with (
-            mock.patch.object(strategy, "training_forward", call),
-            super().one_pass(place),
-        ):  # of the modules outside of `net`
+        forward = partial(strategy.return_scheduled, self._outputs[place])
+        # Of the modules outside of `net`. An error ends it, too: a script may catch that, and evaluate.
+        with mock.patch.object(strategy, "training_forward", forward), super().one_pass(place):
             yield
 
     def finish(self, rows: Tensor) -> Tensor:
