@@ -319,16 +319,17 @@ class EvaluationLoaders:
 
     Attributes:
         leaves: all loaders.
-        evaluated: all loaders if one of them has samples to evaluate, so that each keeps its `dataloader_idx`.
+        evaluated: all loaders if one of them has samples to evaluate, so that each keeps its `dataloader_idx`; with the
+            seed and the order of each.
     """
 
     def __init__(self, name: str, loaders: Loaders, division: Division, seed: int, limit: int | float | None) -> None:
         self.name, self.leaves, self.division, self.limit = name, loaders.leaves, division, limit
         # Each loader has numbers of its own: samples that a dataset draws are not those of training or another loader.
-        self.seeds = [int(hash_ints(seed, *name.encode(), number)) for number in range(len(loaders.leaves))]
-        self._orders = list(map(self._order, self.leaves, self.seeds)) if limit != 0 else []
-        has_samples = any(order is None or len(order) for order in self._orders)
-        self.evaluated = self.leaves if has_samples else []
+        seeds = [int(hash_ints(seed, *name.encode(), number)) for number in range(len(loaders.leaves))]
+        orders = list(map(_evaluation_order, self.leaves, seeds)) if limit != 0 else []
+        has_samples = any(order is None or len(order) for order in orders)
+        self.evaluated = list(zip(self.leaves, seeds, orders, strict=True)) if has_samples else []
         self._option, self._method = f"trainer.limit_{name}_batches", loaders.method
         parallel = division.parallel
         self.parallel, self.ranks = parallel, [parallel.dp_rank]
@@ -340,7 +341,7 @@ class EvaluationLoaders:
     def of_rank(self, device: torch.device) -> Any:
         """Return the loader of this rank, or a list of several."""
         loaders: list[Any] = []
-        for loader, seed, order in zip(self.evaluated, self.seeds, self._orders, strict=False):
+        for loader, seed, order in self.evaluated:
             if order is None:
                 loaders.append(self._stream(loader, seed))
             else:
@@ -350,7 +351,7 @@ class EvaluationLoaders:
 
     def check(self, takes_batch: bool) -> None:
         """Check that ranks have equal samples, and one in each batch unless padding has a weight of zero."""
-        for loader, seed, order in zip(self.evaluated, self.seeds, self._orders, strict=False):
+        for loader, seed, order in self.evaluated:
             if order is None:
                 continue
             batches = self._batches(loader, order)
@@ -359,10 +360,6 @@ class EvaluationLoaders:
             if not (fetches_batches(loader.dataset) and (takes_batch or self.name == "predict")):
                 parts = self.division.accumulate if loader.batch_size else None
                 batches.check_no_rank_is_empty(self.name, parts)
-
-    def _order(self, loader: DataLoader[Any], seed: int) -> Tensor | list[Tensor] | None:
-        """Return the order of the samples of a loader, which costs time if there are many; None of a stream."""
-        return None if isinstance(loader.dataset, IterableDataset) else order_of(loader, seed, EVALUATION)
 
     def _batches(self, loader: DataLoader[Any], order: Tensor | list[Tensor]) -> EvaluationBatches:
         unit = self._unit(loader)
@@ -392,3 +389,8 @@ class EvaluationLoaders:
     def _unit(self, loader: DataLoader[Any]) -> int:
         """Return the samples of a global batch: as many as ranks, if the dataset makes the batch of each."""
         return self.parallel.dp_size if disables_batching(loader) else cast(int, loader.batch_size)
+
+
+def _evaluation_order(loader: DataLoader[Any], seed: int) -> Tensor | list[Tensor] | None:
+    """Return the order of the samples of a loader, which takes time if there are many; None for a stream."""
+    return None if isinstance(loader.dataset, IterableDataset) else order_of(loader, seed, EVALUATION)
