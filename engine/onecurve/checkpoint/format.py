@@ -36,7 +36,7 @@ CHECKPOINT_KEYS: dict[str, dict[str, str]] = {
         "metrics": "the last value of each metric",
     },
     "checkpoint/resumption.py": {
-        "position": "epoch, steps trained in it, steps of the run, states of streams; whether the end of a step lacks",
+        "position": "epoch, steps trained in it, steps of the run, states of streams; whether a step is incomplete",
         "has_begun_epoch": "whether the hooks of the start of the epoch have run",
         "requires_grad": "weights that were frozen or unfrozen during training",
     },
