@@ -9,8 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+import onecurve
 from tests.support.comparison import TOLERANCE, relative
 from tests.support.interruption import die, run_on_ranks
 from tests.support.pool import Pool
@@ -152,6 +155,29 @@ def test_last_checkpoint_is_saved_before_callbacks_begin_the_next_step(folder: P
     die(compose(folder / "run", *OWN, f"+callbacks.last={last}"), "on_train_batch_start", 7)
     resumed = fit(compose(folder / "run", *OWN, f"ckpt_path={folder}/saved/last.ckpt"))
     assert all(relative(resumed.final[name], value) < TOLERANCE for name, value in whole.final.items())
+
+
+class Thresholds(BoringModel):
+    """A threshold that training moves, by which a test decides."""
+
+    threshold = 0.0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.threshold += 0.1
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("share", (self(batch) > self.threshold).double().mean())
+
+
+def test_a_run_that_has_ended_is_tested_with_the_attributes_of_its_end(folder: Path) -> None:
+    shares = []
+    for _ in range(2):
+        trainer = onecurve.Trainer(default_root_dir=folder, max_epochs=1, accelerator="cpu", devices=1)
+        module, loader = Thresholds(), DataLoader(RandomDataset(32, 64), batch_size=8)
+        trainer.fit(module, loader, ckpt_path="last")
+        assert module.threshold == pytest.approx(0.8)
+        shares += trainer.test(module, loader)
+    assert shares[0] == shares[1]
 
 
 def test_a_checkpoint_has_what_training_changes(folder: Path) -> None:
