@@ -123,12 +123,16 @@ class ExactResumption(L.Callback):
         if trainer.training:
             self._restore_position(trainer, checkpoint)
             self._requires_grad = checkpoint.get("requires_grad", {})
-            if checkpoint.get("has_begun_epoch"):
-                for callback in cast(Any, trainer).callbacks:
-                    if isinstance(callback, callbacks.BaseFinetuning | callbacks.LearningRateMonitor):
-                        _skip_epoch_start(callback)
-            _restore_history(trainer, checkpoint["callbacks"])
-            self._early_stop = _restore_early_stopping(trainer, checkpoint["callbacks"])
+            states = checkpoint["callbacks"]
+            for callback in cast(Any, trainer).callbacks:
+                tunes = isinstance(callback, callbacks.BaseFinetuning)
+                if tunes and callback.state_key in states:  # its groups would replace those of the optimizer
+                    states[callback.state_key]["internal_optimizer_metadata"] = {}
+                begins = tunes or isinstance(callback, callbacks.LearningRateMonitor)
+                if begins and checkpoint.get("has_begun_epoch"):
+                    _skip_epoch_start(callback)
+            _restore_history(trainer, states)
+            self._early_stop = _restore_early_stopping(trainer, states)
             if any(isinstance(callback, callbacks.ModelPruning) for callback in cast(Any, trainer).callbacks):
                 _log.warning("ModelPruning saves no masks: what it has pruned trains again, until it prunes anew")
         elif "position" in checkpoint and not steps_of_loggers(trainer):  # trained by another process

@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 
 from tests.support.comparison import TOLERANCE, check_same_rows, relative
@@ -127,3 +128,45 @@ def test_a_continued_run_keeps_what_its_configuration_freezes(folder: Path) -> N
     record = fit(compose(folder, *words, f"ckpt_path={folder}/died.ckpt"))
     assert torch.equal(record.initial["backbone.0.weight"], record.final["backbone.0.weight"])
     assert not torch.equal(record.initial["head.weight"], record.final["head.weight"])
+
+
+class Blocks(Tuned):
+    """The same as one network, which a pipeline divides into stages."""
+
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 3))
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(outputs, batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self.net(batch[0]), batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(self.net(batch[0]), batch), sync_dist=True)
+
+
+class FirstLayer(BaseFinetuning):
+    """Unfreezes the first layer after the first epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.003)
+
+
+@pytest.mark.parametrize("places", [("pipeline", "one"), ("one", "pipeline")])
+def test_lightnings_callback_goes_on_with_the_weights_of_all_stages(
+    places: tuple[str, str], undisturbed: Callable[..., Record], pool: Pool, folder: Path
+) -> None:
+    words = [*(word for word in OWN if "Tuned" not in word), f"+module._target_={__name__}.Blocks"]
+    words.append(f"+callbacks.finetune._target_={__name__}.FirstLayer")
+    whole, hardware = undisturbed(*words), {"one": [], "pipeline": ["strategy=pipeline", TWO[1]]}
+    first = compose(folder, *words, *hardware[places[0]])
+    run_on_ranks(pool, first.trainer.devices, die, first, "on_train_batch_start", 6)
+    second = compose(folder, *words, *hardware[places[1]], f"ckpt_path={folder}/died.ckpt")
+    for record in run_on_ranks(pool, second.trainer.devices, fit, second):
+        assert all(relative(value, whole.final[name]) < TOLERANCE for name, value in record.final.items())
