@@ -163,6 +163,14 @@ class RatesOfLayers(Net):
         return torch.optim.SGD([{"params": weight, "lr": 0.1 * 0.5 ** int(name[0])} for name, weight in layers.items()])
 
 
+class HeadByPosition(Net):
+    """A body and a head, which the order of the weights divides."""
+
+    def configure_optimizers(self) -> Any:
+        *body, weight, bias = self.parameters()
+        return torch.optim.Adagrad([{"params": body, "lr": 0.02}, {"params": [weight, bias]}], 0.5)
+
+
 class NoOptimizer(Net):
     def configure_optimizers(self) -> Any:
         return None
@@ -234,6 +242,8 @@ def fit_kind(folder: Path, kind: type[Net], strategy: str) -> dict[str, list[Any
         (ClipsByNumber, "ddp"),
         (Grows, "ddp"),
         (ChangesAtStart, "zero"),
+        (RatesOfLayers, "pipeline"),
+        (HeadByPosition, "pipeline"),
     ],
 )
 def test_agrees_with_one_process(kind: type[Net], strategy: str, pool: Pool, folder: Path) -> None:
@@ -275,9 +285,15 @@ def test_a_pipeline_names_what_may_use_a_norm_of_all_weights(folder: Path, caplo
         assert f"strategy=pipeline: {name} sees the gradients of the stages of its own rank" in caplog.text
 
 
-def test_groups_of_layers_need_names_in_a_pipeline(pool: Pool, folder: Path) -> None:
-    with pytest.raises(RankFailed, match=r"UserError: strategy=pipeline: .* give each group a name"):
-        pool.run(2, fit_kind, folder, RatesOfLayers, "pipeline")
+def fit_twice(folder: Path, kind: type[Net]) -> None:
+    trainer = fit(folder, kind(), strategy="pipeline")
+    trainer.fit(trainer.lightning_module, DataLoader(RandomDataset(32, 32), batch_size=8), ckpt_path="last")
+
+
+def test_groups_of_a_divided_network_are_refused(pool: Pool, folder: Path) -> None:
+    pool.run(2, fit_twice, folder / "one_group", Net)
+    with pytest.raises(RankFailed, match=r"UserError: strategy=pipeline: .* fit with a new Trainer"):
+        pool.run(2, fit_twice, folder / "two", HeadByPosition)
 
 
 def test_a_hook_may_load_the_state_of_an_optimizer(folder: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NoReturn, cast
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -90,6 +91,7 @@ class Pipeline(ShardedStateStrategy):
         self.microbatches, self.split, self.data_parallel = microbatches, split, data_parallel
         # What the network computes when a training step calls it; None outside of one.
         self.training_forward: Callable[[Tensor], Tensor] | None = None
+        self._is_cut = False  # whether the network has the own stages only
         self._losses: list[Tensor] | None = None  # of the micro-batches, on the last stage's rank; None before they run
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []  # the schedule's gradients, until `backward`
 
@@ -152,7 +154,9 @@ class Pipeline(ShardedStateStrategy):
         self.sent = values_sent(blocks)  # meta tensors like the inputs of the network and the outputs of each stage
         built = build_stages(self.own_stages, self.sent, self._group, self.root_device)
         self._torch_schedule = build_schedule(self.schedule, built, self.microbatches, self._loss)
-        self._parameters = list(module.parameters())  # those of the own stages
+        self._remove_other_stages = partial(remove_other_stages, net, blocks, self.own_stages)
+        if cast(Any, module).trainer.state.fn != TrainerFn.FITTING:
+            self._cut()
         net.forward = self._forward
         if self.is_global_zero:
             self._log_stages(blocks)
@@ -168,8 +172,21 @@ class Pipeline(ShardedStateStrategy):
             )
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
+        """Let the module choose parameter groups from the full network; keep the parameters of the own stages."""
         super().setup_optimizers(trainer)
-        check_updates(trainer, self.optimizers)
+        check_updates(trainer, self.optimizers, self._is_cut)
+        self._cut()
+        self._parameters = list(trainer.lightning_module.parameters())
+        own = set(self._parameters)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [weight for weight in group["params"] if weight in own]
+            for weight in optimizer.state.keys() - own:  # Adagrad's
+                del optimizer.state[weight]
+
+    def _cut(self) -> None:
+        self._remove_other_stages()
+        self._is_cut = True
 
     def _set_memory_format(self, net: nn.Module) -> None:
         # torch's GroupNorm would crash with channels last: docs/upstream/group_norm.md. FSDP supports no other format.
@@ -201,7 +218,6 @@ class Pipeline(ShardedStateStrategy):
     def _keep_own_stages(self, net: nn.Module, blocks: list[list[Block]], stages: list[Stage]) -> None:
         ranks = enumerate(self._stage_to_rank)
         self.own_stages = {number: stages[number] for number, rank in ranks if rank == self._pipeline_rank}
-        remove_other_stages(net, blocks, self.own_stages)
         self._called = called_modules(block for part in blocks for block in part)
         self._constants = constants(net, self._called)
         if self._is_sharded:

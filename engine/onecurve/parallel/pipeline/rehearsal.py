@@ -48,10 +48,10 @@ def check_module(module: L.LightningModule) -> None:
             )
 
 
-def check_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> None:
+def check_updates(trainer: Any, optimizers: Sequence[Optimizer], is_cut: bool) -> None:
     """Check that optimizers and callbacks use no number of all weights, of which a rank has those of its stages.
 
-    Every rank must call it.
+    `is_cut` says that the module has configured the optimizers from these stages.
     """
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
@@ -60,14 +60,10 @@ def check_updates(trainer: Any, optimizers: Sequence[Optimizer]) -> None:
                 "stages: use strategy=ddp"
             )
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    numbers = [
-        {key: float(one) for key, one in group.items() if isinstance(one, int | float | Tensor)} for group in groups
-    ]
-    ranks = gather_objects((str(numbers), all("name" in group for group in groups)))
-    if len({numbers for numbers, _ in ranks}) > 1 and not all(has_names for _, has_names in ranks):
+    if is_cut and len(groups) > len(optimizers) and not all("name" in group for group in groups):
         raise UserError(
-            "strategy=pipeline: the optimizer has other parameter groups on each rank, which checkpoints would tell "
-            'apart by their number: give each group a name, as {"params": ..., "name": "layer 0"}'
+            "strategy=pipeline: this trainer has divided the network already, and the module would choose the "
+            "optimizer's parameter groups from the stages of each rank: fit with a new Trainer"
         )
     _warn_of_own_stages(trainer, optimizers)
 
