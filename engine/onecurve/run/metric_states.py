@@ -235,6 +235,9 @@ class MetricStates(L.Callback):
             _log.warning("metrics of the checkpoint that this run does not have begin anew: %s", ", ".join(self._saved))
         self._saved = {}
 
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._restore(trainer, pl_module)  # for a test, if the run had ended before
+
     def _restore(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Set each state on the first rank, and the default on the others; all of them get a mean, and the count."""
         if not self._saved:
@@ -247,7 +250,7 @@ class MetricStates(L.Callback):
             # The host need not wait for the device; a callback may leave its metric on the CPU.
             move = partial(Tensor.to, device=metric.device, non_blocking=True)
             saved = tree_map_only(Tensor, move, self._saved.pop(name))
-            if virtual and name in virtual.metrics:
+            if isinstance(saved, list):
                 virtual.restore(name, metric, saved)
                 continue
             for key, value in saved.items():

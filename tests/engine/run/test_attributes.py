@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import MaxMetric
 
 import onecurve
 from tests.support.comparison import TOLERANCE, relative
@@ -158,21 +159,34 @@ def test_last_checkpoint_is_saved_before_callbacks_begin_the_next_step(folder: P
 
 
 class Thresholds(BoringModel):
-    """A threshold that training moves, by which a test decides."""
+    """A threshold that training moves, by which a test decides, and a metric that it updates."""
 
     threshold = 0.0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = MaxMetric()
+
     def on_train_batch_end(self, *_: Any) -> None:
         self.threshold += 0.1
+        self.largest.update(self.threshold)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("share", (self(batch) > self.threshold).double().mean())
 
+    def on_test_epoch_end(self) -> None:
+        self.log("largest", self.largest.compute())
 
-def test_a_run_that_has_ended_is_tested_with_the_attributes_of_its_end(folder: Path) -> None:
+
+@pytest.mark.parametrize("bit_exact", [False, True])
+def test_a_run_that_has_ended_is_tested_with_the_attributes_and_metrics_of_its_end(
+    bit_exact: bool, folder: Path
+) -> None:
     shares = []
     for _ in range(2):
-        trainer = onecurve.Trainer(default_root_dir=folder, max_epochs=1, accelerator="cpu", devices=1)
+        trainer = onecurve.Trainer(
+            default_root_dir=folder, max_epochs=1, accelerator="cpu", devices=1, bit_exact=bit_exact
+        )
         module, loader = Thresholds(), DataLoader(RandomDataset(32, 64), batch_size=8)
         trainer.fit(module, loader, ckpt_path="last")
         assert module.threshold == pytest.approx(0.8)

@@ -20,7 +20,6 @@ from onecurve.errors import UserError
 from onecurve.network.module_state import set_mode, with_own_hook, without_log
 from onecurve.network.snapshot import unchanged
 from onecurve.parallel.batch_norm import grouped_norms
-from onecurve.parallel.gather import gather_objects
 from onecurve.parallel.pipeline.schedules import SCHEDULES
 from onecurve.parallel.pipeline.stage import Stage
 from onecurve.patches.pipelining import stage_backward, stage_backward_input, stage_backward_weight
