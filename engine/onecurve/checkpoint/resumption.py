@@ -106,7 +106,7 @@ class ExactResumption(L.Callback):
         if epochs.started > epochs.processed:  # another callback may save before this one has counted
             epoch_steps = batches.current.processed
             steps += epoch_steps - self._epoch_steps
-        elif epochs.ready <= epochs.processed and epoch_steps > 0:
+        elif epochs.ready <= epochs.processed and epoch_steps > 0 and not self._early_stop:
             # The run has stopped within the epoch, which Lightning counts as processed. (A resumed run does not
             # increment `ready`.)
             epoch -= 1

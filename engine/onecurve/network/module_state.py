@@ -20,7 +20,9 @@ def all_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of the user's modules by name, metrics and layers of this library left out."""
     found = {}
     for name, part in module.named_modules():
-        is_own = type(part).__module__.startswith("onecurve.")  # a layer of torch that is another kind here
+        # FSDP makes a class of each.
+        kind = next(one for one in type(part).__mro__ if not one.__module__.startswith("torch.distributed.fsdp"))
+        is_own = kind.__module__.startswith("onecurve.")  # a layer of torch that is another kind here
         weights = [key for key, _ in part.named_parameters(recurse=False)]
         # `weight` of `weight_v`, as by weight_norm, and of `weight_orig`, as by spectral_norm and pruning
         computed = {key.rpartition("_")[0] for key in weights if key.endswith(("_v", "_orig"))}

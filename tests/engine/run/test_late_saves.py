@@ -139,6 +139,19 @@ def test_a_saved_step_has_the_best_one_of_its_validation(is_first: bool, folder:
     assert saved["best_model_path"] == str(folder / "best.ckpt")
 
 
+def test_a_run_that_has_stopped_within_an_epoch_is_evaluated_in_it(folder: Path) -> None:
+    epochs = []
+    for _ in range(2):
+        stops = EarlyStopping("x", patience=1, min_delta=100)
+        trainer = onecurve.Trainer(
+            accelerator="cpu", default_root_dir=folder, max_epochs=3, val_check_interval=6, callbacks=[stops]
+        )
+        loader = DataLoader(RandomDataset(32, 64), batch_size=8)
+        trainer.fit(Validated(), loader, DataLoader(RandomDataset(32, 8), batch_size=8), ckpt_path="last")
+        epochs.append(trainer.current_epoch)
+    assert epochs[0] == epochs[1]
+
+
 def test_a_checkpoint_of_an_exception_that_did_not_come(folder: Path) -> None:
     fit(folder, OnExceptionCheckpoint(folder / "none"))
     assert not (folder / "none").exists()
