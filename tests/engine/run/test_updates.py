@@ -168,7 +168,8 @@ class HeadByPosition(Net):
 
     def configure_optimizers(self) -> Any:
         *body, weight, bias = self.parameters()
-        return torch.optim.Adagrad([{"params": body, "lr": 0.02}, {"params": [weight, bias]}], 0.5)
+        groups: list[dict[str, Any]] = [{"params": body, "lr": 0.02}, {"params": [weight, bias]}]
+        return torch.optim.Adagrad(groups, 0.5)
 
 
 class AsksForSteps(Net):
