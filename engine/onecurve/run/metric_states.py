@@ -186,7 +186,6 @@ class MetricStates(L.Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         metrics = _metrics_to_save(trainer, pl_module, is_within_epoch=checkpoint["position"]["epoch_steps"] > 0)
-        metrics = {name: metric for name, metric in metrics.items() if name not in self._saved}
         virtual = cast(Any, trainer).virtual_metrics
         of_virtual = virtual.metrics if virtual else {}
         rank = trainer.datamodule.parallel.dp_rank
@@ -197,7 +196,7 @@ class MetricStates(L.Callback):
         used = [name for name, ranks in gathered.items() if name in of_module or any(rank[COUNT] for rank in ranks)]
         states: dict[str, Any] = {name: gathered[name] for name in used}
         states |= {name: _reduce(metrics[name], states[name]) for name in states.keys() - of_virtual.keys()}
-        checkpoint["metric_states"] = self._saved | states
+        checkpoint["metric_states"] = states | self._saved
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.training:
@@ -212,6 +211,8 @@ class MetricStates(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Restore after the module has reset metrics at the start of training, or of the epoch that it continues."""
         self._restore(trainer, pl_module)
+
+    on_fit_end = on_train_batch_start  # for a test, if the run had ended before
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self._restore_means(trainer)
@@ -234,9 +235,6 @@ class MetricStates(L.Callback):
         if self._saved:
             _log.warning("metrics of the checkpoint that this run does not have begin anew: %s", ", ".join(self._saved))
         self._saved = {}
-
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._restore(trainer, pl_module)  # for a test, if the run had ended before
 
     def _restore(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Set each state on the first rank, and the default on the others; all of them get a mean, and the count."""
