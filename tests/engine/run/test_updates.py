@@ -172,19 +172,6 @@ class HeadByPosition(Net):
         return torch.optim.Adagrad(groups, 0.5)
 
 
-class AsksForSteps(Net):
-    """Asks for the number of steps, for which Lightning makes the loader."""
-
-    def configure_optimizers(self) -> Any:
-        steps = int(self.trainer.estimated_stepping_batches)
-        optimizer = super().configure_optimizers()
-        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=steps)]
-
-
-def fit_with_new_loaders(folder: Path) -> int:
-    return int(fit(folder, AsksForSteps(), strategy="ddp", reload_dataloaders_every_n_epochs=1).global_step)
-
-
 class NoOptimizer(Net):
     def configure_optimizers(self) -> Any:
         return None
@@ -297,10 +284,6 @@ def test_a_pipeline_names_what_may_use_a_norm_of_all_weights(folder: Path, caplo
         logging.getLogger("onecurve").removeHandler(caplog.handler)
     for name in ("UpdatesItself.optimizer_step", "Scaled.step", "Watches.on_after_backward"):
         assert f"strategy=pipeline: {name} sees the gradients of the stages of its own rank" in caplog.text
-
-
-def test_an_optimizer_may_ask_for_the_steps_of_loaders_that_are_made_anew(pool: Pool, folder: Path) -> None:
-    assert pool.run(2, fit_with_new_loaders, folder) == [8, 8]
 
 
 def fit_twice(folder: Path, kind: type[Net]) -> None:
