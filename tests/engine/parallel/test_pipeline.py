@@ -1,8 +1,10 @@
 """The pipeline: schedules agree with one process and follow their order, splits are balanced."""
 
+import gc
 import itertools
 import json
 import logging
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -226,6 +228,23 @@ def _fit_dropped_inputs(folder: Path) -> None:
 def test_a_layer_may_change_the_input_of_the_network_in_place(pool: Pool, folder: Path) -> None:
     """The micro-batches are views of one tensor, whose changes autograd counts together."""
     pool.run(2, _fit_dropped_inputs, folder)
+
+
+def _weights_left(folder: Path) -> int:
+    """Return how many weights of the full network are still in memory after training."""
+    module = _Points()
+    weights = [weakref.ref(weight) for weight in module.parameters()]
+    trainer = onecurve.Trainer(
+        strategy="pipeline", accelerator="cpu", devices=2, max_epochs=1, logger=False, default_root_dir=folder
+    )
+    trainer.fit(module, DataLoader(RandomDataset(32, 16), batch_size=8))
+    gc.collect()
+    return sum(weight() is not None for weight in weights)
+
+
+def test_a_rank_holds_the_weights_of_its_stage_only(pool: Pool, folder: Path) -> None:
+    """Each of two layers has a weight and a bias."""
+    assert pool.run(2, _weights_left, folder) == [2, 2]
 
 
 def test_an_attribute_that_a_hook_of_training_sets_is_named() -> None:

@@ -91,7 +91,8 @@ class Pipeline(ShardedStateStrategy):
         self.microbatches, self.split, self.data_parallel = microbatches, split, data_parallel
         # What the network computes when a training step calls it; None outside of one.
         self.training_forward: Callable[[Tensor], Tensor] | None = None
-        self._is_cut = False  # whether the network has the own stages only
+        # Called when the optimizers have been set up, for which the network is whole; then None.
+        self._remove_other_stages: Callable[[], None] | None = None
         self._losses: list[Tensor] | None = None  # of the micro-batches, on the last stage's rank; None before they run
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []  # the schedule's gradients, until `backward`
 
@@ -174,7 +175,7 @@ class Pipeline(ShardedStateStrategy):
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """Let the module choose parameter groups from the full network; keep the parameters of the own stages."""
         super().setup_optimizers(trainer)
-        check_updates(trainer, self.optimizers, self._is_cut)
+        check_updates(trainer, self.optimizers, is_cut=self._remove_other_stages is None)
         self._cut()
         self._parameters = list(trainer.lightning_module.parameters())
         own = set(self._parameters)
@@ -185,8 +186,9 @@ class Pipeline(ShardedStateStrategy):
                 del optimizer.state[weight]
 
     def _cut(self) -> None:
-        self._remove_other_stages()
-        self._is_cut = True
+        if self._remove_other_stages:
+            self._remove_other_stages()
+            self._remove_other_stages = None  # it refers to the parameters of all stages
 
     def _set_memory_format(self, net: nn.Module) -> None:
         # torch's GroupNorm would crash with channels last: docs/upstream/group_norm.md. FSDP supports no other format.
