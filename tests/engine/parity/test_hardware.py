@@ -39,7 +39,7 @@ NOT_VARIED = {  # by why they cannot matter here, or where else they are tested
     "trainer.enable_checkpointing callbacks.best.* callbacks.progress_bar.* callbacks.timeline.* "
     "callbacks.throughput.* callbacks.gradients.* callbacks.evaluation.* callbacks.samples.* callbacks.pruning.trial",
     "tests/engine/launch, tests/engine/faults": "launch.timeout launch.max_restarts launch.elastic "
-    "launch.min_devices launch.probe trainer.num_nodes trainer.max_time",
+    "launch.min_devices launch.probe trainer.num_nodes trainer.max_time.*",
     "tests/template/data": "data.root data.source.urls data.source.file data.source.in_memory",
     "GPUs, or a compiler": "trainer.accelerator trainer.benchmark module.compile optimizer.compile "
     "data.augment.compile optimizer.fused optimizer.foreach optimizer.capturable",

@@ -41,6 +41,7 @@ from onecurve.parallel.pipeline.stage import (
     called_modules,
     check_shape,
     join_samples,
+    keep_parameters,
     micro_batch,
     remove_other_stages,
     shard_stage,
@@ -178,12 +179,8 @@ class Pipeline(ShardedStateStrategy):
         check_updates(trainer, self.optimizers, is_cut=self._remove_other_stages is None)
         self._cut()
         self._parameters = list(trainer.lightning_module.parameters())
-        own = set(self._parameters)
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["params"] = [weight for weight in group["params"] if weight in own]
-            for weight in optimizer.state.keys() - own:  # Adagrad's
-                del optimizer.state[weight]
+            keep_parameters(optimizer, set(self._parameters))
 
     def _cut(self) -> None:
         if self._remove_other_stages:

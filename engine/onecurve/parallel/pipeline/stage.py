@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.optim import Optimizer
 
 from onecurve.data.batch import are_lists_of_samples
 from onecurve.errors import UserError
@@ -172,6 +173,14 @@ def remove_other_stages(net: nn.Module, stages: Sequence[Sequence[Block]], own: 
         for name, parameter in list(parent.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter in of_others:
                 delattr(parent, name)
+
+
+def keep_parameters(optimizer: Optimizer, own: Container[Tensor]) -> None:
+    """Remove from an optimizer all parameters but the `own` ones, in place."""
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter in own]
+    for parameter in [one for one in optimizer.state if one not in own]:  # Adagrad's
+        del optimizer.state[parameter]
 
 
 def called_modules(blocks: Iterable[Block]) -> set[str]:
