@@ -4,6 +4,7 @@ import functools
 import logging
 import os
 import pickle
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,6 +40,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     disable_malloc_tuning()
+
+
+@pytest.fixture(autouse=True)
+def _own_random_numbers() -> None:
+    """Let weights and data of a test not depend on the tests that ran before it in this process."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
 
 
 @pytest.fixture(autouse=True)
