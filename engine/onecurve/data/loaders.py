@@ -211,8 +211,8 @@ class _Samples:
             self.steps = len(sizes) // self.per_step
         else:
             self.per_step, self.batch_size = 1, loader.batch_size or division.virtual_ranks
-            with alone():
-                self.samples = len(cast(Any, loader.sampler))
+            samples = length_of(loader.sampler)
+            self.samples = len(order_of(loader, seed, 0)) if samples is None else samples
             self.steps = self.samples // self.batch_size
 
     def of_rank(self, steps: int | None, device: torch.device) -> RankLoader:
@@ -329,7 +329,8 @@ class EvaluationLoaders:
         seeds = [int(hash_ints(seed, *name.encode(), number)) for number in range(len(loaders.leaves))]
         orders = list(map(_evaluation_order, self.leaves, seeds)) if limit != 0 else []
         has_samples = any(order is None or len(order) for order in orders)
-        self.evaluated = list(zip(self.leaves, seeds, orders, strict=True)) if has_samples else []
+        self._ordered = list(zip(self.leaves, seeds, orders, strict=True)) if orders else []
+        self.evaluated = self._ordered if has_samples else []
         self._option, self._method = f"trainer.limit_{name}_batches", loaders.method
         parallel = division.parallel
         self.parallel, self.ranks = parallel, [parallel.dp_rank]
@@ -351,11 +352,11 @@ class EvaluationLoaders:
 
     def check(self, takes_batch: bool) -> None:
         """Check that ranks have equal samples, and one in each batch unless padding has a weight of zero."""
-        for loader, seed, order in self.evaluated:
+        for loader, seed, order in self._ordered:
             if order is None:
                 continue
             batches = self._batches(loader, order)
-            if dist.is_initialized():
+            if dist.is_initialized():  # a rank may have none
                 check_samples(loader, batches.order[:1], seed, self._method)
             if not (fetches_batches(loader.dataset) and (takes_batch or self.name == "predict")):
                 parts = self.division.accumulate if loader.batch_size else None

@@ -26,6 +26,7 @@ from onecurve.random.seeding import seed_generators
 _SHARED = (Dataset, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DATASETS = ("data_source", "dataset")  # the names that samplers give theirs, whatever its class
 _COMPARED = 16  # epochs; two batches have the same order in one of two
+_MOST = 1_000_000  # indices or batches of a sampler without a length
 
 
 def has_batch_sampler(loader: DataLoader[Any]) -> bool:
@@ -80,6 +81,9 @@ def draw(sampler: Any, seed: int, epoch: int, has_batches: bool = False) -> Tens
 
     The global generators, and those of torch that it has as `generator`, are seeded for the epoch. As in Lightning, the
     length of a sampler, if it has one, ends an epoch.
+
+    Raises:
+        UserError: if the sampler has no end, or yields no indices.
     """
     samplers = _with_inner(sampler)
     for each in samplers:
@@ -91,7 +95,9 @@ def draw(sampler: Any, seed: int, epoch: int, has_batches: bool = False) -> Tens
         length = length_of(sampler)
         _seed(samplers, key)  # a sampler may draw an epoch to count it
         indices = iter(sampler)
-        drawn = list(islice(indices, length))
+        drawn = list(islice(indices, _MOST if length is None else length))
+        if length is None and len(drawn) == _MOST:
+            raise UserError(f"{type(sampler).__name__} has no end: give it a __len__, which ends an epoch")
         next(indices, None)  # what a sampler does after its last index, such as counting its epochs
     try:
         return [_indices(batch) for batch in drawn] if has_batches else _indices(drawn)

@@ -1,15 +1,19 @@
 """What samplers of users yield: a function of (seed, epoch), or a refusal in one line."""
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from onecurve.data.layout import Division
+from onecurve.data.loaders import TrainingLoaders, loaders_of
 from onecurve.data.orders import draw, is_repeatable, order_of
 from onecurve.data.rank_loader import check_repeatable
 from onecurve.errors import UserError
@@ -133,6 +137,29 @@ class Endless(Buckets):
 def test_the_length_of_a_sampler_ends_an_epoch() -> None:
     (batches,) = orders(DataLoader(DATASET, batch_sampler=Endless()), 0)
     assert batches == Buckets().batches
+
+
+class WithoutLength:
+    def __init__(self, *indices: Any, repeats: bool = False) -> None:
+        self.indices, self.repeats = indices, repeats
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.cycle(self.indices) if self.repeats else iter(self.indices)
+
+
+def loader_without_length(repeats: bool, has_batches: bool) -> Any:
+    sampler = WithoutLength(*([0, 1], [2, 3]) if has_batches else (0, 1, 2, 3), repeats=repeats)
+    return DataLoader(DATASET, batch_sampler=sampler) if has_batches else DataLoader(DATASET, 2, sampler=sampler)
+
+
+@pytest.mark.parametrize("has_batches", [False, True])
+def test_a_sampler_without_a_length_has_an_end(has_batches: bool) -> None:
+    of_module = L.LightningDataModule.from_datasets(DATASET)
+    of_module.train_dataloader = lambda: loader_without_length(False, has_batches)  # type: ignore[method-assign]
+    training = TrainingLoaders(loaders_of(of_module, "train", 0), Division(virtual_ranks=1), 0, None)
+    assert (training.batch_size, training.steps) == (2, 2)
+    with pytest.raises(UserError, match="WithoutLength has no end: give it a __len__, which ends an epoch"):
+        order_of(loader_without_length(True, has_batches), 0, 0)
 
 
 class OfAnySize(Buckets):
