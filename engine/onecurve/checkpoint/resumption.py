@@ -91,7 +91,7 @@ class ExactResumption(L.Callback):
         checkpoint["position"] = position = self._position(trainer)
         epochs, before = trainer.fit_loop.epoch_progress.current, self._requires_grad
         lacks_end_of_epoch = epochs.processed < position["epoch"]
-        position["is_incomplete"] = trainer.interrupted or lacks_end_of_epoch or _validates_next(trainer)
+        position["is_incomplete"] = trainer.interrupted or lacks_end_of_epoch or _may_be_followed(trainer)
         is_at_start = epochs.started > epochs.processed == position["epoch"]
         checkpoint["has_begun_epoch"] = position["epoch_steps"] > 0 or is_at_start
         # A continued run with other frozen weights in its configuration keeps those.
@@ -155,6 +155,9 @@ class ExactResumption(L.Callback):
         if loops["epoch_progress"]["current"]["processed"] < position["epoch"]:
             left_out = f"the validation and the hooks at the end of epoch {position['epoch'] - 1}"
             _log.warning("%s was saved before %s, which this run leaves out", trainer.ckpt_path, left_out)
+        elif position.get("is_incomplete"):
+            step = f"step {position['steps']}"
+            _log.warning("%s was saved before the end of %s, which this run leaves out", trainer.ckpt_path, step)
         self._steps, self._epoch_steps = position["steps"], position["epoch_steps"]
         data.resume(position["epoch"], position["epoch_steps"], position["streams"])
         _rewind(loops, position["epoch"], position["epoch_steps"], total=position["steps"])
@@ -162,13 +165,19 @@ class ExactResumption(L.Callback):
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = position["steps"] - 1
 
 
-def _validates_next(trainer: L.Trainer) -> bool:
-    """Return whether a validation within the epoch may follow what a ModelCheckpoint saves of a step."""
+def _may_be_followed(trainer: L.Trainer) -> bool:
+    """Return whether a validation, or a ReduceLROnPlateau of each step, may follow what is saved within a step."""
     batches = trainer.fit_loop.epoch_loop.batch_progress
     counts = batches.current if trainer.check_val_every_n_epoch else batches.total
-    is_in_step = batches.current.completed < batches.current.processed
     # There is no such number if the time decides.
-    return is_in_step and trainer.enable_validation and counts.processed % (trainer.val_check_batch or 1) == 0
+    validates = trainer.enable_validation and counts.processed % (trainer.val_check_batch or 1) == 0
+    is_in_step = batches.current.completed < batches.current.processed
+    return is_in_step and (validates or has_plateau_of_steps(trainer))
+
+
+def has_plateau_of_steps(trainer: L.Trainer) -> bool:
+    """Return whether a ReduceLROnPlateau takes a step after each of training."""
+    return any(config.reduce_on_plateau and config.interval == "step" for config in trainer.lr_scheduler_configs)
 
 
 def _has_average(callback: L.Callback, epochs: int) -> bool:

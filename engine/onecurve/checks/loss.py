@@ -23,8 +23,8 @@ from onecurve.network.module_state import set_mode, without_log
 from onecurve.network.object_state import are_equal
 from onecurve.network.snapshot import unchanged
 from onecurve.observe.steps import is_checked_step
-from onecurve.parallel.gather import collectives_replaced
 from onecurve.patches.torch import is_compiled
+from onecurve.process.gather import collectives_replaced
 from onecurve.random.random_functions import sample_random
 from onecurve.random.seeding import seed_generators
 

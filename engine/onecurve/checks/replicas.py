@@ -18,8 +18,8 @@ from onecurve.network.module_state import attributes
 from onecurve.network.object_state import are_equal, is_dense
 from onecurve.network.tensors import to_local
 from onecurve.observe.steps import is_log_point, trained_steps
-from onecurve.parallel.gather import gather_objects, names_that_differ
 from onecurve.patches.torch import AnyBatchNorm, is_compiled
+from onecurve.process.gather import gather_objects, names_that_differ
 
 _log = logging.getLogger(__name__)
 _WAYS_OUT = {

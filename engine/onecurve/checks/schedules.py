@@ -7,7 +7,7 @@ import lightning as L
 from torch.optim.lr_scheduler import OneCycleLR
 
 from onecurve.errors import UserError
-from onecurve.parallel.gather import names_that_differ
+from onecurve.process.gather import names_that_differ
 
 _log = logging.getLogger(__name__)
 

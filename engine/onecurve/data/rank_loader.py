@@ -3,7 +3,6 @@
 The samples are fetched with the generators seeded for each, collated, and counted in what that makes.
 """
 
-import hashlib
 import logging
 import sys
 from collections import Counter
@@ -14,9 +13,7 @@ from functools import partial
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, default_collate, get_worker_info
@@ -25,9 +22,10 @@ from onecurve.data.batch import StepParts, as_part
 from onecurve.data.batch_samplers import EvaluationBatches, TrainingBatches
 from onecurve.data.orders import has_batch_sampler, is_repeatable, length_of, order_of, sampler_of
 from onecurve.errors import UserError
-from onecurve.network.object_state import are_equal, is_dense
+from onecurve.network.object_state import are_equal, digest_of
 from onecurve.patches.torch import leaves_with_paths, tree_leaves
 from onecurve.process import signals
+from onecurve.process.gather import gather_objects
 from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import FETCHING, refuse_draws, seed_generators
 
@@ -252,7 +250,10 @@ def check_repeatable(loader: DataLoader[Any], seed: int, method: str) -> None:
 
 
 def check_samples(loader: DataLoader[Any], indices: Tensor, seed: int, method: str) -> None:
-    """Warn of samples that differ when they are fetched again, or between the ranks, of which each must call it."""
+    """Warn of samples that differ when they are fetched again, or between the ranks; refuse other numbers of them.
+
+    Every rank must call it.
+    """
     if fetches_batches(loader.dataset):
         return
     collate = partial(_collate_if_possible, collate_function(loader))
@@ -261,13 +262,20 @@ def check_samples(loader: DataLoader[Any], indices: Tensor, seed: int, method: s
     made = [batch for _, batch in _probe_loader(loader, batches * 2, seed, collate)]
     first, again = made[: len(batches)], made[len(batches) :]
     numbers = [leaf for leaf in tree_leaves(first) if not isinstance(leaf, str)]  # a path may be that of a node
-    digests = digests_of_ranks([length_of(loader.dataset), numbers] if are_equal(first, again) else None)
+    own = (length_of(loader.dataset), digest_of(numbers) if are_equal(first, again) else None)
+    lengths, digests = zip(*gather_objects(own), strict=True)
+    if len(set(lengths)) > 1:
+        raise UserError(
+            f"{method}: the ranks have {', '.join(map(str, lengths))} samples, so some would wait for others: let the "
+            "dataset hold all samples on each rank"
+        )
     if None in digests:
         _log.warning(
             "%s: a sample fetched twice differs, although torch, NumPy and Python are seeded alike. %s has a random "
             "generator or a state of its own, so the curve depends on the number of processes and on restarts: draw "
             "from the global generators instead",
-            *(method, type(loader.dataset).__name__),
+            method,
+            type(loader.dataset).__name__,
         )
     elif len(set(digests)) > 1:
         _log.warning(
@@ -275,21 +283,6 @@ def check_samples(loader: DataLoader[Any], indices: Tensor, seed: int, method: s
             "on each rank, equal ones if they are drawn, as after the trainer is built, which seeds the generators",
             method,
         )
-
-
-def digests_of_ranks(samples: list[Any] | None) -> list[str | None]:
-    """Return a hash of the tensors, arrays, numbers and texts in the samples of each rank; None if it gives none."""
-    content = hashlib.sha256()
-    for leaf in tree_leaves(samples):
-        if isinstance(leaf, Tensor) and is_dense(leaf):
-            content.update(leaf.cpu().resolve_conj().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        elif isinstance(leaf, np.ndarray | str | int | float):
-            content.update(repr(leaf).encode())
-    digests = [None if samples is None else content.hexdigest()]
-    if dist.is_initialized():
-        digests *= dist.get_world_size(dist.group.WORLD)  # which `configure_optimizers` sees, too
-        dist.all_gather_object(digests, digests[0])
-    return digests
 
 
 def find_sample_axis(pairs: Sequence[Any], singles: Sequence[Any]) -> SampleAxis | None:

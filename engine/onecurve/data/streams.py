@@ -23,13 +23,13 @@ from onecurve.data.batch_samplers import EpochStart
 from onecurve.data.layout import alone
 from onecurve.data.rank_loader import (
     collate_function,
-    digests_of_ranks,
     disables_batching,
     errors_of_workers,
     worker_options,
 )
 from onecurve.errors import UserError
-from onecurve.network.object_state import are_equal, attributes_of, walk
+from onecurve.network.object_state import are_equal, attributes_of, digest_of, walk
+from onecurve.process.gather import gather_objects
 from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import FETCHING, refuse_draws, seed_generators
 
@@ -142,17 +142,17 @@ def examine(loader: DataLoader[Any], seed: int) -> tuple[str | None, bool]:
     if state is not None:
         ((resumed, *_),) = _in_worker(loader, partial(probe, _PROBED, state), seed)
         has_exact_state = are_equal(second, resumed) and is_plain(state)
-    digests = digests_of_ranks([first, second])
+    digest = digest_of([first, second])
     message = (
         f"{type(loader.dataset).__name__} yields other samples when it is read again, although torch, NumPy and "
         "Python are seeded alike, so %s would read others: let it draw from their global generators"
     )
-    if len(set(digests)) > 1:
+    if len(set(gather_objects(digest))) > 1:
         raise UserError(message % "each process")
     if not are_equal([first, second], [again, second_again]):
         _log.warning(message, "a resumed run")
         return None, has_exact_state
-    return digests[0], has_exact_state
+    return digest, has_exact_state
 
 
 def _probe(dataset: Any, seed: int, place: int = 0, state: Any = None) -> Iterator[tuple[list[Any], Any, list[Any]]]:

@@ -1,5 +1,6 @@
 """What Python objects hold: containers, plain objects, generators, arrays and tensors; comparisons of it."""
 
+import hashlib
 import random
 import sys
 from collections import deque
@@ -45,6 +46,17 @@ def are_equal(a: Any, b: Any) -> bool:
         for x, y in zip(ours, theirs, strict=True)
         if isinstance(x, str | int | np.ndarray) or (isinstance(x, Tensor) and isinstance(y, Tensor))
     )
+
+
+def digest_of(samples: list[Any]) -> str:
+    """Return a hash of the tensors, arrays, numbers and texts in samples."""
+    content = hashlib.sha256()
+    for leaf in tree_leaves(samples):
+        if isinstance(leaf, Tensor) and is_dense(leaf):
+            content.update(leaf.cpu().resolve_conj().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, np.ndarray | str | int | float):
+            content.update(repr(leaf).encode())
+    return content.hexdigest()
 
 
 def leaves_of(value: Any) -> Iterator[Any]:

@@ -27,8 +27,8 @@ from onecurve.network.compilation import constant
 from onecurve.network.recomputation import remember
 from onecurve.network.tensors import copy_from_vector, to_vector, upcast_half
 from onecurve.observe.step_times import timed_communication
-from onecurve.parallel.gather import all_gather_into
 from onecurve.patches.torch import AnyBatchNorm, BatchNormOfAnyShape, keep_out_of_ddp
+from onecurve.process.gather import all_gather_into
 
 _ADDITIONS = (Tensor.add_, Tensor.__iadd__, Tensor.add, Tensor.__add__)
 

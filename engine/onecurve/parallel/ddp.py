@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 
 from onecurve.errors import UserError, check_choice
 from onecurve.observe.step_times import timed_communication
-from onecurve.parallel.gather import all_gather
 from onecurve.parallel.gradients import weights_of
+from onecurve.process.gather import all_gather
 from onecurve.targets import locate
 
 

@@ -18,8 +18,8 @@ from onecurve.parallel.batch_norm import (
     rank_groups,
     revert_norm_groups,
 )
-from onecurve.parallel.gather import gather_objects
 from onecurve.patches.torch import AnyBatchNorm
+from onecurve.process.gather import gather_objects
 
 
 class NormGroups(L.Callback):

@@ -16,9 +16,9 @@ from onecurve.checkpoint.io import read_checkpoint, write_error
 from onecurve.checkpoint.optimizer_state import merge, shard_like
 from onecurve.network.tensors import to_full_tensor, with_versions
 from onecurve.observe.step_times import timed_communication
-from onecurve.parallel.gather import all_gather
 from onecurve.patches.fsdp import let_data_write_shards, let_numbers_be_of_all_shards
 from onecurve.patches.lightning_strategies import ModelParallelStrategy
+from onecurve.process.gather import all_gather
 
 
 def prepare_to_shard(part: nn.Module) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from onecurve.network.tensors import copy_from_vector, to_vector
 from onecurve.observe.step_times import timed_communication
-from onecurve.parallel.gather import all_gather_into
 from onecurve.patches.torch import foreach_add_
+from onecurve.process.gather import all_gather_into
 
 _BUCKET = 25 << 20  # bytes that are sent at once, of which some copies are in memory
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onecurve.network.module_state import attributes
 from onecurve.network.object_state import is_dense, is_same
-from onecurve.parallel.gather import names_that_differ
+from onecurve.process.gather import names_that_differ
 
 
 class Attributes(L.Callback):

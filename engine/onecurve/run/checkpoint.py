@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from onecurve.checkpoint.io import read_checkpoint
+from onecurve.checkpoint.resumption import has_plateau_of_steps
 from onecurve.checkpoint.run_files import CHECKPOINTS, LAST, checkpoint_file
 from onecurve.config.folder import newest_checkpoint
 from onecurve.errors import UserError
@@ -106,8 +107,7 @@ class LateSaves(L.Callback):
     """
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        configs = trainer.lr_scheduler_configs
-        self._has_plateau = any(config.reduce_on_plateau and config.interval == "step" for config in configs)
+        self._has_plateau = has_plateau_of_steps(trainer)
         self._validation_is_followed = self._has_plateau or is_overridden("on_validation_end", pl_module)
         self._has_validated = False
         self._incomplete: dict[Any, tuple[ModelCheckpoint, Callable[[], None]]] = {}  # files, and what writes them

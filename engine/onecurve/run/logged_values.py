@@ -19,9 +19,9 @@ from torchmetrics import Metric
 
 from onecurve.errors import UserError
 from onecurve.observe.steps import is_log_point
-from onecurve.parallel.gather import group_of_samples, names_that_differ
 from onecurve.patches.lightning_loops import LoggedMean, LoggerConnector, Results, current_results, steps_of_loggers
 from onecurve.patches.torchmetrics import default_states, reductions, set_step_value, step_value
+from onecurve.process.gather import group_of_samples, names_that_differ
 from onecurve.run.metric_states import VirtualMetrics
 
 _log = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ from torchmetrics import Metric, MetricTracker
 from torchmetrics.utilities.data import dim_zero_mean
 
 from onecurve.errors import UserError
-from onecurve.parallel.gather import gather_objects, group_of_samples
 from onecurve.patches.lightning_loops import LoggedMean, current_results, results_of
 from onecurve.patches.torch import tree_map_only
 from onecurve.patches.torchmetrics import (
@@ -31,6 +30,7 @@ from onecurve.patches.torchmetrics import (
     set_states,
 )
 from onecurve.patches.torchmetrics import states as states_of
+from onecurve.process.gather import gather_objects, group_of_samples
 
 _log = logging.getLogger(__name__)
 _State = dict[str, Any]  # tensors, and lists of them, by the names of a metric's states

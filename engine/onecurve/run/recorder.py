@@ -19,8 +19,8 @@ from onecurve.identity.fingerprint import Experiment, continue_experiment, descr
 from onecurve.observe.csv import CSVLogger
 from onecurve.observe.guard import start_loggers
 from onecurve.observe.steps import trained_steps
-from onecurve.parallel.gather import gather_objects
 from onecurve.patches.torch import AnyBatchNorm
+from onecurve.process.gather import gather_objects
 from onecurve.records.events import append_event
 from onecurve.records.files import CONFIG, atomic_write
 from onecurve.run.bit_exact import numerics

@@ -29,9 +29,9 @@ from onecurve.network.module_state import with_own_hook
 from onecurve.observe.step_times import timed_computation
 from onecurve.observe.steps import is_log_point, trained_steps
 from onecurve.parallel.batch_norm import grouped_norms
-from onecurve.parallel.gather import collectives_replaced
 from onecurve.parallel.virtual_ranks import VirtualRanks
 from onecurve.patches.lightning_loops import Closure, ClosureResult, Optimization, results_of
+from onecurve.process.gather import collectives_replaced
 from onecurve.random.random_functions import sample_random
 from onecurve.run.logged_values import PassLog, have_equal_names
 

@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from onecurve.checks.schedules import plateau_configs
 from onecurve.errors import UserError
 from onecurve.parallel.batch_norm import grouped_norms
-from onecurve.parallel.gather import gather_objects
 from onecurve.parallel.norm_groups import NormGroups
 from onecurve.patches.lightning_loops import CheckpointConnector, leave_signals_alone, replace_parts
+from onecurve.process.gather import gather_objects
 from onecurve.process.started_by import variables_replaced
 from onecurve.random.dropout import use_sample_dropout
 from onecurve.run.logged_values import LoggedValues, LogPoints

@@ -381,6 +381,29 @@ def test_a_run_goes_on_from_the_latest_step_that_a_callback_has_saved(folder: Pa
         fit_sums(folder / "two", ckpt_path="last")
 
 
+class DiesInSchedule(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    def step(self, *args: Any, **named: Any) -> None:
+        if self.last_epoch == 5:
+            raise RuntimeError("died")
+        super().step(*args, **named)
+
+
+def test_a_step_without_that_of_its_schedule_is_not_gone_on_from(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def saves() -> ModelCheckpoint:
+        return ModelCheckpoint(filename="{step}", save_top_k=-1, every_n_train_steps=3)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="died"):
+        patch.setattr(torch.optim.lr_scheduler, "ReduceLROnPlateau", DiesInSchedule)
+        fit_sums(folder, saves(), module=StepsWithin("step"))
+    files = folder / "checkpoints"
+    assert (files / "step=6.ckpt").exists()
+    assert newest_checkpoint(folder) == files / "last.ckpt"
+    fit_sums(folder, saves(), module=StepsWithin("step"), ckpt_path=files / "step=6.ckpt")
+    assert "step=6.ckpt was saved before the end of step 6, which this run leaves out" in caplog.text
+
+
 class DiesInValidation(L.Callback):
     def on_validation_start(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == 8 and trainer.ckpt_path is None:

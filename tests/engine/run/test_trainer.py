@@ -1068,6 +1068,18 @@ def test_warns_of_samples_that_differ_between_the_ranks(sharded: str, pool: Pool
         assert [text.partition(",")[0] for text in warnings] == expected
 
 
+@pytest.mark.parametrize("samples", [8, 0])
+def test_refuses_numbers_of_samples_that_differ_between_the_ranks(samples: int, pool: Pool, folder: Path) -> None:
+    expected = f"GivenLoaders.val_dataloader: the ranks have 16, {samples} samples, so some would wait for others"
+    with pytest.raises(RankFailed, match=expected):
+        pool.run(2, fit_with_fewer_samples, folder, samples)
+
+
+def fit_with_fewer_samples(folder: Path, samples: int) -> None:
+    val = DataLoader(RandomDataset(32, [16, samples][int(os.environ["RANK"])]), batch_size=4)
+    trainer(folder, strategy="ddp", devices=2).fit(Boring(), loader(), val)
+
+
 class CountsSteps(Boring):
     """Asks for the number of steps, for which Lightning asks for the loaders."""
 

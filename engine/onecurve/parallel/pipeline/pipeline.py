@@ -29,7 +29,6 @@ from onecurve.errors import UserError, check_choice
 from onecurve.network.module_state import without_log
 from onecurve.observe.step_times import timed_communication, timed_computation
 from onecurve.observe.steps import is_compared_step
-from onecurve.parallel.gather import gather_objects
 from onecurve.parallel.gradients import average_over, clip_by_norm_over
 from onecurve.parallel.pipeline.blocks import Block, constants, ordered_blocks
 from onecurve.parallel.pipeline.rehearsal import check_module, check_stages, check_updates, input_of_network
@@ -51,6 +50,7 @@ from onecurve.parallel.pipeline.stage import (
 )
 from onecurve.parallel.pipeline.virtual_ranks import StageRanks
 from onecurve.parallel.sharded_state import ShardedStateStrategy
+from onecurve.process.gather import gather_objects
 from onecurve.random.dropout import dropouts
 from onecurve.random.random_functions import sample_random
 
