@@ -375,7 +375,8 @@ class EvaluationLoaders:
 
     def _stream(self, loader: DataLoader[Any], seed: int) -> StreamLoader:
         samples, unit = length_of(loader.dataset), self._unit(loader)
-        steps = apply_limit(self._option, self.limit, None if samples is None else -(-samples // unit))
+        rest = 0 if loader.drop_last else unit - 1
+        steps = apply_limit(self._option, self.limit, None if samples is None else (samples + rest) // unit)
         return StreamLoader(loader, unit, self._divide, steps, seed, self.division.is_divided, evaluates=True)
 
     def _divide(self, count: int) -> Sequence[Tensor]:

@@ -54,7 +54,8 @@ class StreamLoader(EpochStart):
         is_divided: whether a global batch has parts of other ranks or micro-batches.
         weight: samples of a part of this rank, relative to their mean over the ranks.
         steps_per_pass: the stream begins again after so many global batches; None for never.
-        evaluates: yield each part by itself, and the last samples too if they are fewer than a batch.
+        evaluates: yield each part by itself, and the last samples too if they are fewer than a batch, unless the loader
+            drops them.
         has_exact_state: whether the stream goes on from its state.
     """
 
@@ -102,12 +103,13 @@ class StreamLoader(EpochStart):
         first = self.start - self.start % per_pass if per_pass else 0  # of the pass in which the run goes on
         state = self.state if self.start > first else None
         first = first if state is None else self.start
+        keeps_rest = self.evaluates and not self.loader.drop_last
         for step in count(first) if self.steps is None else range(first, self.steps):
             if step == first or (per_pass and step % per_pass == 0):
                 reader = _seeded_samples(self.dataset, self.seed, self.epoch, step * self.batch_size, state)
                 state = None
             samples = list(islice(reader, self.batch_size))
-            if len(samples) < self.batch_size and not (self.evaluates and samples):
+            if len(samples) < self.batch_size and not (keeps_rest and samples):
                 if self.steps is not None and not self.evaluates:
                     raise UserError(
                         f"{type(self.dataset).__name__} has ended after {step} of {self.steps} batches: correct its "

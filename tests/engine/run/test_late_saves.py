@@ -394,9 +394,10 @@ def test_a_step_without_that_of_its_schedule_is_not_gone_on_from(
     def saves() -> ModelCheckpoint:
         return ModelCheckpoint(filename="{step}", save_top_k=-1, every_n_train_steps=3)
 
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="died"):
+    with monkeypatch.context() as patch:
         patch.setattr(torch.optim.lr_scheduler, "ReduceLROnPlateau", DiesInSchedule)
-        fit_sums(folder, saves(), module=StepsWithin("step"))
+        with pytest.raises(RuntimeError, match="died"):
+            fit_sums(folder, saves(), module=StepsWithin("step"))
     files = folder / "checkpoints"
     assert (files / "step=6.ckpt").exists()
     assert newest_checkpoint(folder) == files / "last.ckpt"

@@ -30,7 +30,12 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, RandomDataset
+from lightning.pytorch.demos.boring_classes import (
+    BoringDataModule,
+    BoringModel,
+    RandomDataset,
+    RandomIterableDataset,
+)
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
 from omegaconf import OmegaConf
@@ -1109,12 +1114,16 @@ class CountsRows(Boring):
         self.rows += len(batch)
 
 
-def test_an_evaluation_leaves_out_what_the_loader_drops(folder: Path) -> None:
-    one, module = trainer(folder), CountsRows()
-    loader = DataLoader(RandomDataset(32, 13), batch_size=8, drop_last=True)
-    one.validate(module, loader)
-    assert module.rows == 8
-    assert sum(map(len, one.predict(module, loader))) == 13
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_evaluation_leaves_out_what_the_loader_drops(is_stream: bool, folder: Path) -> None:
+    """Lightning predicts it, but for that of a stream."""
+    data = RandomIterableDataset(32, 13) if is_stream else RandomDataset(32, 13)
+    loader = DataLoader(data, batch_size=8, drop_last=True)
+    for one in (L.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False), trainer(folder)):
+        module = CountsRows()
+        one.validate(module, loader)
+        assert module.rows == 8
+        assert sum(map(len, one.predict(module, loader) or [])) == (8 if is_stream else 13)
 
 
 class WorldOfSetup(Boring):
