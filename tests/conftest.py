@@ -20,7 +20,7 @@ from src.data.sources.shapes import Shapes
 from tests.support.choices import IMAGES
 from tests.support.experiments import SHORT_RUN, SIZES
 from tests.support.huggingface import save_to_disk, use_stand_in
-from tests.support.memory import disable_malloc_tuning, release_memory
+from tests.support.memory import prepare_for_many_tests, release_memory
 from tests.support.pool import Pool
 from tests.support.runs import Record, compose, fit_and_test, fit_ranks
 
@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    disable_malloc_tuning()
+    prepare_for_many_tests()
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,8 @@
-"""Memory of processes that run many tests and release it after each, unlike a training process."""
+"""Processes that run many tests: they release memory after each, unlike one that trains, and sync no files."""
 
 import ctypes
 import gc
+import os
 import sys
 
 from torch.distributed.tensor import _collective_utils, _redistribute, debug
@@ -9,9 +10,13 @@ from torch.distributed.tensor import _collective_utils, _redistribute, debug
 import onecurve.run.trainer
 
 
-def disable_malloc_tuning() -> None:
-    """Disable malloc tuning, which is permanent: one large model would keep its memory in all later tests."""
+def prepare_for_many_tests() -> None:
+    """Disable malloc tuning, which is permanent: one large model would keep its memory in all later tests.
+
+    A sync to the disk takes as long as several steps, and no test looks at files after the machine has failed.
+    """
     onecurve.run.trainer.tune_malloc = lambda: False
+    os.fsync = lambda fd: None
     gc.freeze()
 
 

@@ -93,9 +93,9 @@ def _serve(connection: Connection) -> None:
     import torch
 
     from onecurve.process.rank import close_process_group
-    from tests.support.memory import disable_malloc_tuning, release_memory
+    from tests.support.memory import prepare_for_many_tests, release_memory
 
-    disable_malloc_tuning()
+    prepare_for_many_tests()
     torch.set_num_threads(1)
     logging.getLogger("lightning").setLevel(logging.WARNING)
     while True:
