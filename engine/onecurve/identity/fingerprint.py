@@ -159,10 +159,10 @@ def code_version(targets: Iterable[str]) -> str:
         found = locate("_target_", target)
         if found.__module__ in ("__main__", "__mp_main__"):  # the second in a process that was spawned
             with suppress(OSError, TypeError):  # a prompt keeps no source
-                codes[target] = _without_comments(textwrap.dedent(inspect.getsource(found)))
+                codes[target] = _without_comments(ast.parse(textwrap.dedent(inspect.getsource(found))))
         else:
             names |= _module_and_its_imports(found.__module__)
-    codes |= {name: _code(name) for name in names}
+    codes |= {name: _imports_and_code(name, _file(name))[1] for name in names}
     return hashlib.sha256("".join(f"{name}\n{codes[name]}\n" for name in sorted(codes)).encode()).hexdigest()
 
 
@@ -177,7 +177,7 @@ def _module_and_its_imports(module: str) -> set[str]:
             continue
         found.add(name)
         values = vars(sys.modules[name]).values() if name in sys.modules else ()
-        origins = {str(getattr(value, "__module__", None)) for value in values} | _imported(name, file)
+        origins = {str(getattr(value, "__module__", None)) for value in values} | _imports_and_code(name, file)[0]
         for origin in {*origins, name.rpartition(".")[0]}:  # an import runs the `__init__.py` of its folder
             is_beside = not package and origin in sys.modules and not origin.startswith(("src.", "onecurve."))
             if is_beside or origin.startswith((f"{package}.", *_ENGINE)):
@@ -195,26 +195,20 @@ def _file(name: str) -> str:
 
 
 @cache
-def _imported(name: str, file: str) -> frozenset[str]:
-    """Return the names that the import statements of a file give, of which some are modules."""
+def _imports_and_code(name: str, file: str) -> tuple[set[str], str]:
+    """Return the names that the import statements of a file give, of which some are modules, and its code."""
     package = name if file.endswith("__init__.py") else name.rpartition(".")[0]
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(Path(file).read_text())):
+    tree, found = ast.parse(Path(file).read_text()), set[str]()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             origin = resolve_name("." * node.level + (node.module or ""), package)
             found |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
-    return frozenset(found)
+    return found, _without_comments(tree)
 
 
-@cache
-def _code(name: str) -> str:
-    return _without_comments(Path(_file(name)).read_text())
-
-
-def _without_comments(source: str) -> str:
-    tree = ast.parse(source)
+def _without_comments(tree: ast.Module) -> str:
     for node in ast.walk(tree):
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]

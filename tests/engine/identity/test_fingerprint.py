@@ -311,7 +311,7 @@ def source_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     for name in {*sys.modules} - before:
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
-    module._code.cache_clear()
+    module._imports_and_code.cache_clear()
 
 
 def write(folder: Path, **files: str) -> None:
@@ -405,10 +405,11 @@ def test_names_that_a_file_imports(source_folder: Path) -> None:
     write(source_folder, fp_file=text)
     file = str(source_folder / "fp_file.py")
     expected = {"a.b", "c", "d", "d.e", "p.q", "p.q.g", "p.q.h", "p.q.h.i", "p", "p.j", "l"}
-    assert module._imported("p.q.fp_file", file) == expected
+    assert module._imports_and_code("p.q.fp_file", file)[0] == expected
     write(source_folder, package__sub="")
     (source_folder / "package" / "__init__.py").write_text("from . import sub\n")
-    assert module._imported("package", str(source_folder / "package" / "__init__.py")) == {"package", "package.sub"}
+    found, _ = module._imports_and_code("package", str(source_folder / "package" / "__init__.py"))
+    assert found == {"package", "package.sub"}
 
 
 @pytest.mark.parametrize(("name", "expected"), [("sys", ""), ("no.such.module", ""), ("", ""), ("fp_none", "")])

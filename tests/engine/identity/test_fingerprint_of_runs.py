@@ -108,7 +108,7 @@ def test_only_edited_code_changes_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     net = '"""Docs."""\nimport torch\nfrom edited.helper import width\n\n\ndef net():\n    return width()\n'
 
     def version(**files: str) -> str:
-        module._code.cache_clear()
+        module._imports_and_code.cache_clear()
         for name, text in files.items():
             (package / f"{name}.py").write_text(text)
         return code_version(["edited.net.net", "torch.optim.SGD"])
@@ -143,7 +143,7 @@ def test_modules_and_constants_that_the_code_imports_count(
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def version(**files: str) -> str:
-        module._code.cache_clear()
+        module._imports_and_code.cache_clear()
         for name, text in {**lines, **files}.items():
             (folder / f"{name}.py").write_text(text)
         return code_version([f"{prefix}followed_net.net"])
@@ -156,13 +156,13 @@ def test_modules_and_constants_that_the_code_imports_count(
 
 
 def test_code_of_the_engine_counts_where_it_computes_the_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
-    names: list[str] = []
+    names, read = list[str](), module._imports_and_code
 
-    def code(name: str) -> str:
+    def record(name: str, file: str) -> tuple[set[str], str]:
         names.append(name)
-        return ""
+        return read(name, file)
 
-    monkeypatch.setattr(module, "_code", code)
+    monkeypatch.setattr(module, "_imports_and_code", record)
     code_version(["src.models.classifier.ImageClassifier", "onecurve.data.ordered_data.OrderedData"])
     assert {"onecurve.run.module", "onecurve.data.batch_samplers", "src.models.classifier"} <= {*names}
     assert all(name.startswith(("src.models.", "src.data.", *module._ENGINE)) for name in names)
