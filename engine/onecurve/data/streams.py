@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from onecurve.checkpoint.io import is_plain
@@ -37,6 +38,7 @@ _log = logging.getLogger(__name__)
 _PROBED = 4  # samples
 _KEPT_STATES = 4  # Lightning fetches a batch or two ahead
 _HASHED = 256  # keys that are computed at once
+_EARLY = 8  # batches, after which training may have changed what the stream holds
 _COUNTED = 1_000_000  # objects, in some 0.2 seconds
 
 
@@ -82,20 +84,29 @@ class StreamLoader(EpochStart):
         return self.steps * (len(list(self.divide(self.batch_size))) if self.evaluates else 1)
 
     def __iter__(self) -> Iterator[StepParts]:
-        held = _held_objects(self.dataset) if self.epoch == 0 else 0
+        held = _held(self.dataset) if self.epoch == 0 else None
         steps = _in_worker(self.loader, self._read, self.seed, self.epoch)
         for step, (parts, state) in enumerate(steps, self.start + 1):
+            if step == self.start + _EARLY:
+                held = self._name_changes(held)
             self.states[step] = state
             self.states.pop(step - _KEPT_STATES, None)
             has_any_size = disables_batching(self.loader)
             step_parts = StepParts(as_part(places, batch, self.weight, has_any_size) for places, batch in parts)
             yield from (StepParts([part]) for part in step_parts) if self.evaluates else (step_parts,)
-        if held and _held_objects(self.dataset) != held:
-            _log.warning(
-                "training has changed %s while a worker read it: each epoch reads what it held at its start, so a "
-                "replay buffer is an epoch behind; a map-style dataset with num_workers=0 is read by this process",
-                type(self.dataset).__name__,
-            )
+        self._name_changes(held)
+
+    def _name_changes(self, held: tuple[int, float] | None) -> tuple[int, float] | None:
+        """Warn if training has changed what the stream held, and return what is to be compared later."""
+        if held is None or _held(self.dataset) == held:
+            return held
+        _log.warning(
+            "training has changed %s while a worker read it: each epoch reads what it held at its start, so a replay "
+            "buffer or a policy is an epoch behind, and what reading changes, such as an environment or counts, begins "
+            "anew; a map-style dataset with num_workers=0 is read by this process",
+            type(self.dataset).__name__,
+        )
+        return None
 
     def _read(self) -> Iterator[tuple[list[Any], Any]]:
         """Yield the parts of each step, as places in the epoch and a batch, and the state of the stream after it."""
@@ -203,9 +214,18 @@ class _Reader(IterableDataset[Any]):
             yield from self.function()
 
 
-def _held_objects(stream: Any) -> int:
-    """Return the number of objects that a stream holds, up to a bound: it may hold its samples."""
-    return sum(1 for _ in islice(walk([attributes_of(stream)]), _COUNTED))
+def _held(stream: Any) -> tuple[int, float]:
+    """Return the number of objects that a stream holds, up to a bound, as it may hold its samples; sums of weights.
+
+    A stream that reads a function of a module, such as one that plays with its policy, holds this module.
+    """
+    values = attributes_of(stream).values()
+    owners = [value.__self__ for value in values if isinstance(value, MethodType)]
+    number, weights = 0, 0.0
+    for one in islice(walk([*values, *owners], opens_modules=True), _COUNTED):
+        number += 1
+        weights += one.detach().double().sum().item() if isinstance(one, nn.Parameter) else 0
+    return number, weights
 
 
 def _has_state(stream: Any) -> bool:

@@ -405,6 +405,32 @@ def test_names_a_stream_that_training_changes(is_adding: bool, folder: Path, cap
     assert ("training has changed Replay while a worker read it" in caplog.text) == is_adding
 
 
+class Playing(BoringModel):
+    """Trains what its own weights yield, in a stream that does not end."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Played(self.play), 4)
+
+    def play(self) -> Iterator[Any]:
+        while True:
+            yield self.layer.weight.detach()[0].clone()
+
+
+class Played(IterableDataset[Any]):
+    def __init__(self, play: Callable[[], Iterator[Any]]) -> None:
+        self.play = play
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.play()
+
+
+def test_names_a_stream_that_reads_the_weights(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A policy plays with the weights that it has when the worker starts."""
+    trainer = onecurve.Trainer(default_root_dir=folder, max_steps=10, limit_val_batches=0, logger=False)
+    trainer.fit(Playing())
+    assert caplog.text.count("training has changed Played while a worker read it") == 1
+
+
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"drop_last": True}], ids=["in order", "shuffled", "left"])
 def test_names_samples_that_are_never_trained(
     options: dict[str, Any], folder: Path, caplog: pytest.LogCaptureFixture
