@@ -27,7 +27,7 @@ from onecurve.data.batch import StepPart, join
 from onecurve.errors import UserError
 from onecurve.network.module_state import with_own_hook
 from onecurve.observe.step_times import timed_computation
-from onecurve.observe.steps import is_log_point, trained_steps
+from onecurve.observe.steps import is_checked_step, is_log_point, trained_steps
 from onecurve.parallel.batch_norm import grouped_norms
 from onecurve.parallel.virtual_ranks import VirtualRanks
 from onecurve.patches.lightning_loops import Closure, ClosureResult, Optimization, results_of
@@ -68,7 +68,7 @@ class StepInParts(Optimization):
         plugin, module = trainer.precision_plugin, trainer.lightning_module
         backward = self.backward_pass(optimizer)
         divisor = data.virtual_ranks if data.bit_exact else data.accumulate  # parts of a batch that add up to its mean
-        hidden = self._begin_check(module, data.bit_exact)
+        hidden = self._begin_check(module, data.bit_exact, step)
         kept = _gradients_for_hooks(trainer)
         passes = _VirtualRankPasses(trainer, step) if data.bit_exact else _MicroBatchPasses(trainer)
         # `post_backward` calls `on_after_backward`, which waits for the complete gradient.
@@ -102,15 +102,17 @@ class StepInParts(Optimization):
                 loss = trainer.strategy.reduce(loss * weight)
         return ClosureResult(loss, extra=outputs[0] if data.bit_exact else join(outputs, data.parts))
 
-    def _begin_check(self, module: Any, bit_exact: bool) -> HiddenStateCheck | None:
-        """Return a check for what a pass changes unseen, in the first two steps, also of a run that continues.
+    def _begin_check(self, module: Any, bit_exact: bool, batch_idx: int) -> HiddenStateCheck | None:
+        """Return a check for what a pass changes unseen, in the first two steps of an epoch and some others.
 
-        What the first one makes, as an average of weights that begins as a copy of them, changes in the second.
+        What the first one makes, as an average of weights that begins as a copy of them, changes in the second. Weights
+        that are frozen for some epochs, and normalized in each step, change when they train.
         """
         if self.checked_module is not module:
             self.checked_module, self.checked_steps, self.named = module, 0, set[str]()
         self.checked_steps += 1
-        return HiddenStateCheck(module, bit_exact, self.named) if self.checked_steps <= 2 else None
+        is_due = batch_idx < 2 or is_checked_step(self.checked_steps)
+        return HiddenStateCheck(module, bit_exact, self.named) if is_due else None
 
 
 def _gradients_for_hooks(trainer: Any) -> dict[nn.Parameter, Tensor | None]:

@@ -178,6 +178,10 @@ class Unseen(Vectors):
             self.net.get_parameter("4.weight").mul_(0.99)
         return super().mean(x, y, batch_idx)
 
+    def decay_later(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        """As a normalization of weights that are frozen for an epoch."""
+        return (self.decay if self.current_epoch else self.mean)(x, y, batch_idx)
+
     def normalize(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
         weight = self.net.get_parameter("4.weight")
         weight.data = F.normalize(weight.data, dim=1)
@@ -198,7 +202,9 @@ def test_names_attributes_within_which_a_pass_changes_something(
     assert f"training_step changes {names}: each process" in message
 
 
-@pytest.mark.parametrize(("way", "kind"), [(EXACT, "decay"), (ACCUMULATED, "decay"), (EXACT, "normalize")], ids=str)
+@pytest.mark.parametrize(
+    ("way", "kind"), [(EXACT, "decay"), (ACCUMULATED, "decay"), (EXACT, "normalize"), (EXACT, "decay_later")], ids=str
+)
 def test_refuses_a_trained_weight_that_each_pass_changes(way: list[str], kind: str, folder: Path) -> None:
     message = (
         "the trained weight net.4.weight changes in training_step, .* write it in on_train_batch_end, once per step"
