@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -122,13 +123,13 @@ def is_dense(tensor: Tensor) -> bool:
 def is_open(value: Any) -> bool:
     """Return whether the attributes of an object are its state, which can be set.
 
-    So it is for objects of a user's class, and of a library's if they hold numbers and containers only: others may be
-    connections, threads or registries.
+    So it is for objects of a user's class, such as a callback that a module calls itself, and of a library's if they
+    hold numbers and containers only: others may be connections, threads or registries.
     """
     kind = type(value)
     if isinstance(value, type) or kind.__module__ == "builtins" or kind in _SIMPLE:
         return False
-    if {base.__module__.split(".")[0] for base in kind.__mro__} & _CLOSED:
+    if {base.__module__.split(".")[0] for base in kind.__mro__ if base is not Callback} & _CLOSED:
         return False
     return not _is_of_library(kind) or all(isinstance(part, _SIMPLE) for part in attributes_of(value).values())
 

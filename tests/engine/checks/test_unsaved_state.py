@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,13 @@ class Average:
         self.rate, self.name = 0.9, "teacher"
 
 
+class Teacher(L.Callback):
+    """A rate again, of a callback that the module calls itself."""
+
+    def __init__(self) -> None:
+        self.rate = 0.9
+
+
 class Changing(Vectors):
     """Changes attributes and buffers of several kinds in its hooks."""
 
@@ -32,6 +40,7 @@ class Changing(Vectors):
     def __init__(self) -> None:
         super().__init__()
         self.average, self.width, self.outputs, self.total = Average(), 32, list[Tensor](), float("nan")
+        self.teacher_callback = Teacher()
         self.register_buffer("bank", torch.zeros(2), persistent=False)
         self.register_buffer("saved", torch.zeros(2))
         self.register_buffer("table", torch.arange(4.0), persistent=False)
@@ -45,6 +54,7 @@ class Changing(Vectors):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.schedule.step()
         self.average.rate += 0.01
+        self.teacher_callback.rate += 0.01
         for buffer in (self.bank, self.saved):
             buffer.add_(1)
         with torch.no_grad():
@@ -105,4 +115,4 @@ def test_named_once(module: type, is_named: bool, folder: Path, caplog: pytest.L
         fit(compose(folder, *OWN, f"+module._target_={__name__}.{module.__name__}"))
     messages = [record.getMessage() for record in caplog.records if "no checkpoint holds" in record.getMessage()]
     named = [message.partition(", which")[0] for message in messages]
-    assert named == ["no checkpoint holds average, bank, schedule"] * is_named
+    assert named == ["no checkpoint holds average, bank, schedule, teacher_callback"] * is_named
