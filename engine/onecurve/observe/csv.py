@@ -51,6 +51,11 @@ class CSVLogger(Logger):
         return str(self.folder)
 
     @property
+    def log_dir(self) -> str:
+        """The folder in which a module may write files of its own, as with the loggers of Lightning."""
+        return self.save_dir
+
+    @property
     def has_config(self) -> bool:
         """Whether the configuration of a run is there already."""
         return (self.folder / CONFIG).exists()

@@ -109,6 +109,7 @@ def test_other_ranks_write_nothing(tmp_path: Path, not_rank_zero: None) -> None:
 def test_its_name_is_that_of_the_folder(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path / "run")
     assert (logger.name, logger.version, logger.save_dir) == ("run", "", str(tmp_path / "run"))
+    assert logger.log_dir == logger.save_dir
 
 
 def test_the_configuration_keeps_its_order(tmp_path: Path) -> None:
