@@ -270,10 +270,10 @@ class _Stream:
         )
 
     def examples(self, spans: Sequence[tuple[int, int]]) -> list[StepParts]:
-        """Return a batch of the samples at the places of each of `spans`."""
+        """Return a batch of the samples at the places of each of `spans`; a stream that ends before begins again."""
         places = [torch.arange(first, first + 1 if disables_batching(self.loader) else last) for first, last in spans]
         end = max(last for _, last in spans)
-        return list(StreamLoader(self.loader, end, partial(_up_to, places), 1, self.seed, evaluates=True))
+        return list(StreamLoader(self.loader, end, partial(_within, places), 1, self.seed, evaluates=True))
 
 
 _Source = _Samples | _Stream
@@ -305,8 +305,8 @@ def _source(loader: DataLoader[Any], division: Division, seed: int) -> _Source:
     return (_Stream if isinstance(loader.dataset, IterableDataset) else _Samples)(loader, division, seed)
 
 
-def _up_to(places: list[Tensor], count: int) -> list[Tensor]:
-    return [of_one[of_one < count] for of_one in places]
+def _within(places: list[Tensor], count: int) -> list[Tensor]:
+    return [of_one % count for of_one in places]
 
 
 class EvaluationLoaders:

@@ -405,6 +405,24 @@ def test_names_a_stream_that_training_changes(is_adding: bool, folder: Path, cap
     assert ("training has changed Replay while a worker read it" in caplog.text) == is_adding
 
 
+class Short(IterableDataset[Any]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.arange(self.length * 32.0).view(-1, 32).sin())
+
+
+@pytest.mark.parametrize("length", [16, 18])
+def test_checks_a_loss_with_samples_of_a_short_stream(
+    length: int, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which has fewer samples than the checks of the first steps take: those that it lacked made a loss unequal."""
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "limit_val_batches": 0, "logger": False}
+    onecurve.Trainer(default_root_dir=folder, max_epochs=2, **options).fit(BoringModel(), DataLoader(Short(length), 8))
+    assert "not checked" not in caplog.text
+
+
 class Playing(BoringModel):
     """Trains what its own weights yield, in a stream that does not end."""
 
