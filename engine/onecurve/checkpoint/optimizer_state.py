@@ -58,30 +58,34 @@ def group_name(group: dict[str, Any]) -> str:
 def restore_by_name(optimizer: Optimizer, module: nn.Module) -> None:
     """Let the optimizer load the state of any hardware, by the names of its parameters.
 
-    torch converts all of a state to the type of the weights; scalars, such as the product of momenta of NAdam, keep
-    the type in which the optimizer computes them.
+    torch's hooks for this are not called by an optimizer that wraps another one, such as timm's Lookahead.
     """
-    loaded: dict[int, Any] = {}
+    load = optimizer.load_state_dict
 
-    def select(own: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    def load_by_name(saved: dict[str, Any]) -> None:
         if any("param_names" not in group for group in saved["param_groups"]):  # what a hook loads by itself
-            return saved
-        add_saved_groups(saved, own, module)
-        found = shard(saved, own)
-        loaded.update(found["state"])
-        return found
+            load(saved)
+            return
+        add_saved_groups(saved, optimizer, module)
+        found = shard(saved, optimizer)
+        moments = found["state"].copy()  # ZeroRedundancyOptimizer empties that of other ranks
+        load(found)
+        _keep_scalars(optimizer, moments)
 
-    def keep_scalars(own: Optimizer) -> None:
-        weights = [weight for group in own.param_groups for weight in group["params"]]
-        for index, saved in loaded.items():
-            state = own.state.get(weights[index], {})
-            for key in state.keys() & saved.keys():
-                if isinstance(saved[key], Tensor) and saved[key].ndim == 0:
-                    state[key] = state[key].to(saved[key].dtype).copy_(saved[key])
-        loaded.clear()
+    optimizer.load_state_dict = load_by_name  # type: ignore[method-assign, assignment]
 
-    optimizer.register_load_state_dict_pre_hook(select)
-    optimizer.register_load_state_dict_post_hook(keep_scalars)
+
+def _keep_scalars(optimizer: Optimizer, saved: dict[int, Any]) -> None:
+    """Give scalars, such as the product of momenta of NAdam, the type in which the optimizer computes them.
+
+    torch converts all of a state to the type of the weights.
+    """
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for index, moments in saved.items():
+        state = optimizer.state.get(weights[index], {})
+        for key in state.keys() & moments.keys():
+            if isinstance(moments[key], Tensor) and moments[key].ndim == 0:
+                state[key] = state[key].to(moments[key].dtype).copy_(moments[key])
 
 
 def add_saved_groups(saved: dict[str, Any], optimizer: Optimizer, module: nn.Module) -> None:
@@ -120,8 +124,8 @@ def shard(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """Return the part of a full optimizer state that belongs to `optimizer` on this rank.
 
     The result has only this rank's parameters, and shards of the tensors of sharded parameters. Parameters are matched
-    by `param_names`, so their order does not matter. The implementation is that of `optimizer`, also in `saved`: torch
-    takes it from the checkpoint, which may be from another device, and ZeroRedundancyOptimizer reads `saved` again.
+    by `param_names`, so their order does not matter. The implementation is that of `optimizer`: torch takes it from the
+    checkpoint, which may be from another device.
     """
     saved_groups = {group_name(group): group for group in saved["param_groups"]}
     saved_indices = indices_by_name(saved)
@@ -136,9 +140,8 @@ def shard(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         for parameter, name, index in zip(group["params"], group["param_names"], indices, strict=True):
             if moments := saved["state"].get(saved_indices[name]):
                 state[index] = {key: shard_like(value, parameter) for key, value in moments.items()}
-        saved_group = saved_groups[group_name(group)]
-        saved_group |= {key: group[key] for key in _IMPLEMENTATION if key in group}
-        param_groups.append(saved_group | {"params": indices, "param_names": group["param_names"]})
+        own = {key: group[key] for key in ("param_names", *_IMPLEMENTATION) if key in group}
+        param_groups.append(saved_groups[group_name(group)] | own | {"params": indices})
     return {"state": state, "param_groups": param_groups}
 
 

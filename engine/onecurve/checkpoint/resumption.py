@@ -46,9 +46,10 @@ class ExactResumption(L.Callback):
             name_parameters(optimizer, pl_module)
             restore_by_name(optimizer, pl_module)
         wrappers: Any = pl_module.optimizers()
-        # A wrapper finds the method of the class otherwise, past ours, which names the weights.
+        # A wrapper finds the methods of the class otherwise, past ours, which name the weights.
         for wrapper in wrappers if isinstance(wrappers, list) else [wrappers]:
             wrapper.add_param_group = wrapper.optimizer.add_param_group
+            wrapper.load_state_dict = wrapper.optimizer.load_state_dict
         # Not earlier: the module chooses the weights of its optimizer as at the start of the run.
         saved, self._requires_grad = self._requires_grad, _requires_grad(pl_module)
         for name, weight in pl_module.named_parameters():

@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,36 @@ class LoadsMoments(Net):
 class UsesNAdam(Net):
     def configure_optimizers(self) -> Any:
         return torch.optim.NAdam(self.net.parameters(), lr=0.01)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another optimizer, as that of timm, which does not call the constructor of its base class either."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self.base, self.param_groups, self.defaults = base, base.param_groups, base.defaults
+        self.state = defaultdict(dict)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.base.step(closure)
+        for weight in self.param_groups[0]["params"]:
+            slow = self.base.state[weight].setdefault("slow", weight.detach().clone())
+            weight.data = slow.lerp_(weight.detach(), 0.5).clone()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base.load_state_dict(state_dict)
+        self.param_groups = self.base.param_groups
+
+
+class UsesLookahead(Net):
+    order = 1  # of the weights, which other hardware may reverse
+
+    def configure_optimizers(self) -> Any:
+        return Lookahead(torch.optim.SGD([*self.net.parameters()][:: self.order], lr=0.1, momentum=0.9))
 
 
 class RatesOfLayers(Net):
@@ -387,6 +418,17 @@ def test_scalars_of_an_optimizer_keep_their_type(folder: Path) -> None:
     whole, two = (torch.load(folder / name / "checkpoints" / "last.ckpt")["state_dict"] for name in ("whole", "two"))
     for name, weight in whole.items():
         assert torch.equal(weight, two[name])
+
+
+def test_an_optimizer_that_wraps_another_goes_on_in_another_order(folder: Path) -> None:
+    module = UsesLookahead()
+    fit(folder / "whole", copy.deepcopy(module))
+    with pytest.raises(KeyError, match="killed"):
+        fit(folder / "two", copy.deepcopy(module), callbacks=[Rates(dies_at=4)])
+    module.order = -1
+    fit(folder / "two", module, "last")
+    whole, two = (torch.load(folder / name / "checkpoints" / "last.ckpt")["state_dict"] for name in ("whole", "two"))
+    assert all(torch.equal(weight, two[name]) for name, weight in whole.items())
 
 
 def test_a_resumed_run_logs_the_rate_of_an_epoch_at_its_step(folder: Path) -> None:
