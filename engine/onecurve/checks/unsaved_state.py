@@ -83,11 +83,16 @@ def _unsaved(trainer: L.Trainer, module: nn.Module) -> Iterator[tuple[str, list[
     for number, optimizer in enumerate(trainer.optimizers):
         is_known = type(optimizer).__module__.startswith(("torch.", "onecurve."))
         for name, value in () if is_known else vars(optimizer).items():
-            is_inner = isinstance(value, Optimizer)  # whose state may be that of the outer one
-            if name not in _SAVED and not (is_inner and optimizer.state_dict()["state"]):
-                leaves = leaves_of(value.state if is_inner else value)
+            leaves = _unsaved_of_inner(optimizer, value) if isinstance(value, Optimizer) else leaves_of(value)
+            if name not in _SAVED:
                 yield f"{name} of optimizer {number}", [summary(leaf) for leaf in leaves]
     saved = module.state_dict().keys()
     for name, buffer in module.named_buffers():
         if name not in saved:
             yield name, [summary(buffer)]
+
+
+def _unsaved_of_inner(optimizer: Optimizer, inner: Optimizer) -> list[Any]:
+    """Return the tensors that an optimizer within another one keeps, and the state dict of the outer one lacks."""
+    saved = {id(value) for moments in optimizer.state_dict()["state"].values() for value in moments.values()}
+    return [leaf for leaf in leaves_of(inner.state) if isinstance(leaf, Tensor) and id(leaf) not in saved]

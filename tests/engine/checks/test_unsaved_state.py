@@ -76,6 +76,8 @@ class Wrapper(torch.optim.Optimizer):
         self.inner, self.radius = torch.optim.SGD(self.param_groups, 0.1, momentum=0.9), 0.05
 
     def step(self, closure: Any = None) -> Any:
+        for weight in self.param_groups[0]["params"]:
+            self.state[weight]["old"] = weight.detach().clone()
         return self.inner.step(closure)
 
 
