@@ -95,6 +95,14 @@ class LoopChanges(L.Callback):
         trainer.last_step = trainer.datamodule.last_step  # `is_log_point` reads it
         _skip_empty_hooks(trainer.callbacks)
 
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Check the same samples on any hardware: a module may keep something of them, such as the best metric."""
+        self._sanity_steps = trainer.num_sanity_val_steps
+        trainer.num_sanity_val_steps *= trainer.datamodule.division.num_parts
+
+    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.num_sanity_val_steps = self._sanity_steps
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let hooks normalize batches of their own, which are whole on each rank: before the callbacks of the user."""
         self._norms = list(grouped_norms(pl_module))

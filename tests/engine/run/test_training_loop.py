@@ -116,3 +116,21 @@ def test_gradients_stay_at_the_end_of_an_epoch_without_validation(folder: Path) 
         trainer.fit(module, loader)
         weights.append(module.layer.weight)
     assert torch.equal(*weights)
+
+
+class CountsChecked(L.Callback):
+    """Counts the samples of the sanity check."""
+
+    samples = 0
+
+    def on_validation_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.samples += len(batch) if trainer.sanity_checking else 0
+
+
+def test_a_sanity_check_has_the_same_samples_in_any_number_of_parts(folder: Path) -> None:
+    loader = DataLoader(RandomDataset(32, 64), batch_size=8)
+    parts: list[dict[str, Any]] = [{}, {"bit_exact": True}, {"accumulate_grad_batches": 2}]
+    for number, options in enumerate(parts):
+        options |= {"accelerator": "cpu", "enable_progress_bar": False, "max_steps": 1, "callbacks": CountsChecked()}
+        onecurve.Trainer(default_root_dir=folder / f"{number}", **options).fit(BoringModel(), loader, loader)
+    assert [options["callbacks"].samples for options in parts] == [16] * 3
