@@ -22,6 +22,10 @@ _KNOWN_ERRORS = {
         "strategy=fsdp: a hook combines a weight, of which a rank has only a shard, with a whole tensor, such as the "
         "buffer of a moving average: use strategy=ddp, or callbacks=ema"
     ),
+    "FSDP does not support deepcopy": (
+        "strategy=fsdp: a hook copies a network, of which a rank has only shards: copy it in __init__ of the "
+        "module, or use strategy=ddp or callbacks=ema"
+    ),
     "in-place operations that require placement changes": _CHOOSES_ELEMENTS,
     "aten.nonzero.default": _CHOOSES_ELEMENTS,  # of prune.global_unstructured
     "but its data is not allocated yet": (
@@ -48,7 +52,7 @@ def translated_errors(ckpt_path: str | None) -> Iterator[None]:
     """Return a context in which such an error becomes a UserError; `ckpt_path` is where the run goes on."""
     try:
         yield
-    except (KeyError, MisconfigurationException, RuntimeError) as error:
+    except (AssertionError, KeyError, MisconfigurationException, RuntimeError) as error:
         known = [text for words, text in _KNOWN_ERRORS.items() if words in str(error)]
         if ckpt_path and str(error).startswith("Error(s) in loading state_dict"):
             difference = str(error).splitlines()[1].strip()  # the first line names the class alone

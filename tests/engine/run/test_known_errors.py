@@ -96,6 +96,16 @@ def test_gradients_within_a_step(pool: Pool, folder: Path) -> None:
         pool.run(2, fit_sharded, folder, PenalizesGradients())
 
 
+class CopiesLate(Split):
+    def on_fit_start(self) -> None:
+        copy.deepcopy(self.net)
+
+
+def test_a_copy_of_a_sharded_network_in_a_hook(pool: Pool, folder: Path) -> None:
+    with pytest.raises(RankFailed, match=r"UserError: strategy=fsdp: a hook copies a network, of which"):
+        pool.run(2, fit_sharded, folder, CopiesLate())
+
+
 def test_layers_of_a_sharded_network_may_be_called_before_it(pool: Pool, folder: Path) -> None:
     module = Split()
     one = fit_sharded(folder / "one", module)
