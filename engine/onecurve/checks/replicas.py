@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 _WAYS_OUT = {
     "rate": "Log with sync_dist=True what a scheduler or callback reads",
     "state": "Register it as a buffer and set bit_exact=true, or reduce what changes it over the ranks (all_gather)",
+    "bit_exact": "Change a buffer in training_step, or give all ranks that of rank zero (trainer.strategy.broadcast)",
 }
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
 
@@ -74,18 +75,19 @@ class ReplicaCheck(L.Callback):
             return
         # Ranks of a pipeline, which hold different stages, compare what they have in common.
         differing = [name.split(": ", maxsplit=1) for name in names_that_differ(own)]
+        of_state = _WAYS_OUT["bit_exact" if trainer.datamodule.bit_exact else "state"]
         for kind, name in differing:
             if kind != "attribute":
                 raise UserError(
                     f"{name} differs between the ranks: each has changed it by samples or metrics of its own. "
-                    f"{_WAYS_OUT[kind]}"
+                    f"{of_state if kind == 'state' else _WAYS_OUT[kind]}"
                 )
         if differing:
             self._has_warned = True
             _log.warning(
                 "the ranks have different %s: if the loss reads it, the run depends on their number. %s",
                 ", ".join(name for _, name in differing),
-                _WAYS_OUT["state"],
+                of_state,
             )
 
     on_validation_start = on_save_checkpoint = _compare

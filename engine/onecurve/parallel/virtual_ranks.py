@@ -22,6 +22,7 @@ from onecurve.network.compilation import constant
 from onecurve.network.tensors import upcast_half
 from onecurve.observe.step_times import timed_communication
 from onecurve.parallel.tree_sum import TreeSum, sum_over_ranks
+from onecurve.patches.torch import AnyBatchNorm
 
 
 class VirtualRanks:
@@ -99,6 +100,9 @@ class PassSums:
         buffers = dict.fromkeys(buffer for *_, buffer in self._owners)  # a buffer may have two names
         self._floats = [buffer for buffer in buffers if _has_mean(buffer)]
         self._integers = [buffer for buffer in buffers if not _has_mean(buffer)]
+        # A buffer that no pass changes stays as it is. If a hook has changed that of one rank, `ReplicaCheck` finds it.
+        kept = dict.fromkeys(buffer for part, _, buffer in self._owners if not isinstance(part, AnyBatchNorm))
+        self._has_changed = {buffer: buffer.new_zeros((), dtype=torch.int64) for buffer in kept}
         self._gradients, self._means = TreeSum(), TreeSum()
         self._has_gradient = [False] * len(self.weights)
         # What virtual rank 0 has left; zeros if another process computes it.
@@ -126,6 +130,8 @@ class PassSums:
         now: dict[Tensor, Any] = {buffer: part.get_buffer(name) for part, name, buffer in self._owners}
         # A sum of masks of the smallest float would overflow; 1 / count is exact, because `Division` takes powers of 2.
         self._means.add([upcast_half(now[buffer]) / self.count for buffer in self._floats], self.own[place])
+        for buffer, count in self._has_changed.items():
+            count += (now[buffer] != buffer).any()
         if self.own[place] == 0:
             self._integers_of_first = [now[buffer] for buffer in self._integers]
 
@@ -152,23 +158,27 @@ class PassSums:
         self._gradients.add(gradients, first, processes)
 
     def exchanged_integers(self, device: torch.device) -> Tensor:
-        """Return (n,) int64: whether each weight has a gradient, and the buffers of virtual rank 0 without a mean."""
+        """Return (n,) int64: which weights have gradients, which buffers change, and those of virtual rank 0."""
         flags = constant(tuple(self._has_gradient), torch.int64, device)
-        return torch.cat([flags, *(buffer.flatten().long() for buffer in self._integers_of_first)])
+        others = (*self._has_changed.values(), *self._integers_of_first)
+        return torch.cat([flags, *(buffer.flatten().long() for buffer in others)])
 
     def finish(self, integers: Tensor, of_processes: Sequence[range], group: Any) -> None:
         """Set the gradients of the weights, and the buffers. Every process of the group must call it.
 
         It takes the sum of `exchanged_integers()` over the processes, and the virtual ranks of each process.
         """
-        has_gradient, *first = integers.split([len(self.weights), *(buffer.numel() for buffer in self._integers)])
+        sizes = [len(self.weights), len(self._has_changed), *(buffer.numel() for buffer in self._integers)]
+        has_gradient, has_changed, *first = integers.split(sizes)
         gradients, means = self._add(of_processes, group)
         # The host waits for the device only if no pass of this process has computed some gradient.
         self._set_gradients(gradients, self._has_gradient if all(self._has_gradient) else has_gradient.tolist())
         for part, name, buffer in self._owners:
             setattr(part, name, buffer)
+        changes = dict(zip(self._has_changed, has_changed.bool(), strict=True))
         for buffer, value in zip((*self._floats, *self._integers), (*means, *first), strict=True):
-            buffer.copy_(value.view(buffer.shape))
+            value = value.view(buffer.shape)
+            buffer.copy_(torch.where(changes[buffer], value, buffer) if buffer in changes else value)
 
     def _set_gradients(self, gradients: list[Tensor], has_gradient: list[bool]) -> None:
         for weight, gradient, kept, has_one in zip(self.weights, gradients, self._kept, has_gradient, strict=True):

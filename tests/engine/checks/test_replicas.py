@@ -152,6 +152,27 @@ def test_found(kind: str, place: str, pool: Pool, folder: Path) -> None:
     assert len(read_rows(folder)) == 1  # of the first step
 
 
+class SetsScale(Vectors):
+    """Sets a buffer on one rank, as latent diffusion does by its first batch."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 1 and self.trainer.is_global_zero:
+            del self.scale
+            self.register_buffer("scale", torch.full((), 0.5))
+
+
+def test_a_hook_that_sets_a_buffer_on_one_rank(pool: Pool, folder: Path) -> None:
+    words = [*OWN, f"+module._target_={__name__}.SetsScale", "strategy=ddp", "bit_exact=true"]
+    with pytest.raises(RankFailed, match=r"scale differs between the ranks: .* give all ranks that of rank zero"):
+        pool.run(2, fit, compose(folder, *words))
+
+
 class Coded(nn.Linear):
     """Moves a frozen weight by its inputs."""
 
