@@ -6,7 +6,7 @@ that share groups exchange their moments, also on CPUs, which torch's SyncBatchN
 
 The running statistics move once per optimizer step, by the mean over all groups. The copy of each rank follows the
 groups that it holds. This update is linear, so the weighted mean of the copies is the statistic of all groups:
-`average_statistics` computes it before evaluation and saving.
+`average_statistics` computes it before evaluation, saving and hooks.
 """
 
 import functools
@@ -54,6 +54,9 @@ class RankGroups:
     data_parallel: Any
     weight: float
     micro_batches: int
+
+    def __deepcopy__(self, _: Any) -> "RankGroups":
+        return self  # a process group cannot be copied, and a hook may copy a network
 
 
 def rank_groups(layout: BatchLayout, data_parallel: Any) -> RankGroups:
@@ -298,10 +301,7 @@ def _grouped_class(before: Any) -> type[GroupedBatchNorm]:
 
 
 def _moments_over_ranks(input: Tensor, sizes: list[int], groups: RankGroups) -> tuple[Tensor, Tensor]:
-    """Return the (groups, channels) means and biased variances over the ranks that share the groups.
-
-    The combination avoids cancellation (Chan, Golub and LeVeque, 1979).
-    """
+    """Return the (groups, channels) means and biased variances over ranks, without cancellation (Chan et al., 1979)."""
     own = torch.stack([_moments(part) for part in input.split(sizes)])
     gathered = own.new_empty(len(groups.counts) * len(own), *own.shape[1:])
     with timed_communication():

@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import Strategy
 
 from onecurve.data.layout import BatchLayout
 from onecurve.errors import UserError
+from onecurve.network.module_state import with_own_hook
 from onecurve.observe.steps import is_checked_step
 from onecurve.parallel.batch_norm import (
     GroupedBatchNorm,
@@ -48,6 +49,8 @@ class NormGroups(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._steps, self._norms = 0, list(grouped_norms(pl_module))
+        averages = any(isinstance(one, WeightAveraging) for one in cast(Any, trainer).callbacks)
+        self._are_read = averages or bool(with_own_hook(trainer, "on_train_batch_end"))
         for norm in self._norms:
             norm.begin_step()  # the rehearsal of a pipeline was one
             norm.is_in_step = False
@@ -72,8 +75,8 @@ class NormGroups(L.Callback):
             norm.begin_step()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        """Average the statistics before Lightning's average of the weights takes those of this rank."""
-        if any(isinstance(one, WeightAveraging) for one in cast(Any, trainer).callbacks):
+        """Average the statistics before hooks read them, such as for an average of weights: a rank has its own."""
+        if self._are_read or trainer.is_last_batch:
             average_statistics(pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -424,6 +424,39 @@ def test_another_trainer_has_its_groups_after_an_error(folder: Path) -> None:
     assert all(map(torch.equal, module.parameters(), fresh.parameters()))
 
 
+class Averaging(L.Callback):
+    """Averages a copy of the network after each step, as timm's ModelEmaV2."""
+
+    def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
+        self.net = copy.deepcopy(module.net)
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        for average, value in zip(self.net.state_dict().values(), module.net.state_dict().values(), strict=True):
+            average.copy_(0.5 * average + 0.5 * value)
+
+
+class Keeping(L.Callback):
+    """Keeps the statistics after each epoch."""
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
+        self.net = copy.deepcopy(module.net)
+
+
+def average(folder: Path, strategy: str, devices: int, kind: type[Any]) -> list[float]:
+    options: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
+    options |= {"strategy": strategy, "devices": devices, "max_epochs": 2, "virtual_ranks": 4}
+    callback = kind()
+    trainer = onecurve.Trainer(callbacks=[callback], default_root_dir=folder / strategy, **options)
+    trainer.fit(Estimating(), DataLoader(TensorDataset(torch.randn(32, 4)), 8))
+    return callback.net[0].running_var.tolist()
+
+
+@pytest.mark.parametrize("kind", [Averaging, Keeping])
+def test_a_callback_has_the_mean_over_all_groups(kind: type[Any], pool: Pool, folder: Path) -> None:
+    expected, *found = average(folder, "auto", 1, kind), *pool.run(2, average, folder, "ddp", 2, kind)
+    assert found == [pytest.approx(expected, rel=1e-5)] * 2
+
+
 class Probing(L.Callback):
     """Runs the network on the batch of each step before it."""
 
