@@ -56,7 +56,7 @@ class UnsavedStateCheck(L.Callback):
         if changed - self._named:
             _log.warning(
                 "no checkpoint holds %s, which training changes: a run that goes on begins with what the constructor "
-                "gives. If the loss or a hook reads it, let it be a persistent buffer, or save it in on_save_checkpoint",
+                "gives. If the loss or a hook reads it, make it a persistent buffer, or save it in on_save_checkpoint",
                 ", ".join(sorted(changed - self._named)),
             )
         self._named |= changed
