@@ -39,6 +39,7 @@ _NO_MEAN = (
     "%s is no %s over samples: of %d samples it is %.6g, and the %s of their halves %.6g. Log a metric of "
     "torchmetrics, a sum with reduce_fx='sum', or a mean with its number as batch_size, or set bit_exact=true"
 )
+_UNCHECKED = "%s; if one does not, each number of processes is another run"
 _DRAWS = 3  # of samples, after the first step
 _REDUCTIONS: dict[str, Callable[..., Any]] = {"sum": sum, "max": max, "min": min}  # of `self.log`, besides the mean
 _LOSS = "the loss that training_step returns"  # beside the names of what it logs
@@ -79,11 +80,13 @@ class DivisionCheck(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         data: Any = trainer.datamodule
-        is_plain = pl_module.automatic_optimization and not getattr(pl_module, "takes_batch", False)
+        is_manual, is_weighted = not pl_module.automatic_optimization, getattr(pl_module, "takes_batch", False)
         is_divided = (data.division.is_divided or self.is_always_due) and data.parallel.num_microbatches == 1
         has_metrics = data.evaluates("val") and is_overridden("validation_step", pl_module)
         steps = ["training_step", "validation_step"] if has_metrics else ["training_step"]
-        self._checked = steps if is_plain and is_divided else []
+        self._checked = [] if is_manual or is_weighted or not is_divided else steps
+        if is_manual and data.division.is_divided:
+            _log.warning(_UNCHECKED, "not checked whether losses divide by samples: the module optimizes manually")
         self._steps = self._drawn = 0
         # Halves of n and n + 1 samples have no equal parts of one class; several loaders need equal halves.
         self._others = 1 if data.has_one_size else 0
@@ -111,7 +114,7 @@ class DivisionCheck(L.Callback):
             self._checked.remove(step)
             if is_training:
                 self.result = f"not checked whether the loss divides by samples: {passes}"
-                _log.warning("%s; if it does not, each number of processes is another run", self.result)
+                _log.warning(_UNCHECKED, self.result)
             return
         if is_training:
             _refuse_loss(module, passes, count)

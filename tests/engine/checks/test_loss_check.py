@@ -2,17 +2,20 @@
 
 from collections import defaultdict, deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 from torchmetrics import MeanMetric
 
 from onecurve.checks.loss import DivisionCheck
+from onecurve.data.layout import DataParallelInfo
 from onecurve.errors import UserError
 from onecurve.run.experiment import assemble, run_experiment
 from tests.support.habits import Meter, VectorData, Vectors
@@ -200,7 +203,7 @@ def test_a_module_without_a_loss_in_evaluation_mode_is_not_checked(
 ) -> None:
     words = [*OWN, f"+module._target_={__name__}.OfTwoKinds", "+module.kind=class_weights"]
     fit(compose(folder, *words, "trainer.accumulate_grad_batches=2"))
-    assert "not checked whether the loss divides by samples: no loss in evaluation mode; if it does not" in caplog.text
+    assert "not checked whether the loss divides by samples: no loss in evaluation mode; if one does not" in caplog.text
 
 
 class Collects(Vectors):
@@ -424,3 +427,12 @@ def test_a_mean_is_weighted_by_samples_if_sequences_come_time_first(folder: Path
     )
     for name in ("train_loss_epoch", "val_loss"):
         assert float(two.metrics[name]) == pytest.approx(float(one.metrics[name]), rel=1e-9)
+
+
+def test_manual_optimization_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    parts: dict[str, Any] = {"division": SimpleNamespace(is_divided=True), "parallel": DataParallelInfo(2)}
+    data = SimpleNamespace(**parts, has_one_size=True, evaluates=lambda name: False)
+    module = BoringModel()
+    module.automatic_optimization = False
+    DivisionCheck().on_fit_start(cast(Any, SimpleNamespace(datamodule=data)), module)
+    assert "the module optimizes manually; if one does not, each number of processes is another run" in caplog.text
