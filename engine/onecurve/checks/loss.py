@@ -85,7 +85,7 @@ class DivisionCheck(L.Callback):
         has_metrics = data.evaluates("val") and is_overridden("validation_step", pl_module)
         steps = ["training_step", "validation_step"] if has_metrics else ["training_step"]
         self._checked = [] if is_manual or is_weighted or not is_divided else steps
-        if is_manual and data.division.is_divided:
+        if is_manual and not is_weighted and data.division.is_divided:
             _log.warning(_UNCHECKED, "not checked whether losses divide by samples: the module optimizes manually")
         self._steps = self._drawn = 0
         # Halves of n and n + 1 samples have no equal parts of one class; several loaders need equal halves.
