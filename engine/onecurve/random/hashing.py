@@ -79,11 +79,20 @@ def _hash_indices(
 
 def normal(keys: Tensor, *shape: int) -> Tensor:
     """Return (n, *shape) float32 numbers from the standard normal distribution, for each of (n,) keys."""
-    elements = hash_elements(shape, keys.device, torch.int64, _GOLDEN, _mix) + _GOLDEN
-    bits = _shift_right(_mix(keys.view(-1, *[1] * len(shape)) + elements), 40)
+    bits = _bits_of_elements(keys, shape, 24)
     place = "cpu" if keys.device.type == "mps" else keys.device  # Apple's GPUs have no float64
     probabilities = (bits.to(place).double() + 0.5) * 2.0**-24
     return torch.special.ndtri(probabilities).float().to(keys.device)
+
+
+def uniform_rows(keys: Tensor, *shape: int, bits: int = 24) -> Tensor:
+    """Return (n, *shape) float32 numbers in [0, 1), multiples of 2**-bits, for each of (n,) keys."""
+    return _bits_of_elements(keys, shape, bits).float() * 2.0**-bits
+
+
+def _bits_of_elements(keys: Tensor, shape: Sequence[int], bits: int) -> Tensor:
+    elements = hash_elements(shape, keys.device, torch.int64, _GOLDEN, _mix) + _GOLDEN
+    return _shift_right(_mix(keys.view(-1, *[1] * len(shape)) + elements), 64 - bits)
 
 
 def permutation(count: int, *parts: int) -> Tensor:

@@ -13,42 +13,25 @@ has been used by something else.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from onecurve.errors import UserError
 from onecurve.patches.torch import attention_weights, is_in_vmap
-from onecurve.random.dropout import (
-    CALL,
-    SampleDropout,
-    begin_step,
-    dropouts,
-    forget_keys,
-    hash_samples,
-    keep_mask,
-    salt_by_name,
-    set_keys,
-)
-from onecurve.random.hashing import hash_ints, normal
-from onecurve.random.seeding import (
-    EPOCH_END,
-    EPOCH_START,
-    drawing_epoch,
-    seed_generators,
-    seed_torch,
-    torch_generator_states,
-)
+from onecurve.random.dropout import CALL, hash_samples, keep_mask
+from onecurve.random.hashing import hash_ints, normal, uniform_rows
+from onecurve.random.seeding import torch_generator_states
 
 _ATTENTION, _MULTI_HEAD_ATTENTION = F.scaled_dot_product_attention, F.multi_head_attention_forward
-_BERNOULLI, _RANDN_LIKE = Tensor.bernoulli_, torch.randn_like
+_BERNOULLI = Tensor.bernoulli_
 _CALLS = 1  # without it a call would have the hash of a sample, since a step begins with the seed of its samples' keys
 _CHANNEL_DIMS = {("dropout1d", 2): 1, ("dropout3d", 4): 1}  # torch takes the rows of these for channels of one sample
-_OTHERS = "a function such as torch.randn, F.rrelu, the dropout of nn.LSTM or F.dropout in a compiled network"
+_DIGITS = {torch.bfloat16: 8, torch.float16: 11}  # in bits, of numbers below 1; a type with more has 24 random ones
+_OTHERS = "a function such as torch.randn, torch.randint, the dropout of nn.LSTM or F.dropout in a compiled network"
 
 
 class SampleRandom:
@@ -106,21 +89,29 @@ class SampleRandom:
 
         In a compiled network torch's own draws; so does it under `torch.vmap`, as for each member of an ensemble.
         """
-        if self.make_keys is None or torch.compiler.is_compiling():
-            return False
-        if values.ndim and len(values) == len(self.keys) and not is_in_vmap():
+        if self.has_keys(values):
             return True
-        if self.is_divided:
+        if self.is_divided and not torch.compiler.is_compiling():
             raise self.refusal(f"{name} on a tensor of shape {list(values.shape)}")
         return False
+
+    def has_keys(self, values: Tensor) -> bool:
+        """Return whether each row of a tensor is that of a sample."""
+        if self.make_keys is None or torch.compiler.is_compiling():
+            return False
+        return values.ndim > 0 and len(values) == len(self.keys) and not is_in_vmap()
 
     def keep_mask(self, shape: torch.Size, rate: float) -> Tensor:
         """Return the bool mask of the elements to keep, with a row for each sample."""
         return keep_mask(hash_samples(self.keys, self._begin_call()), shape, rate)
 
-    def normal(self, shape: torch.Size) -> Tensor:
-        """Return float32 numbers from the standard normal distribution, with a row for each sample."""
-        return normal(self.keys ^ self._begin_call(), *shape[1:])
+    def normal(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return numbers from the standard normal distribution, with a row for each sample."""
+        return normal(self.keys ^ self._begin_call(), *shape[1:]).to(dtype)
+
+    def uniform(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return numbers in [0, 1), with a row for each sample; in half precision none is rounded to 1, as in torch."""
+        return uniform_rows(self.keys ^ self._begin_call(), *shape[1:], bits=_DIGITS.get(dtype, 24)).to(dtype)
 
     def _begin_call(self) -> int:
         """Return a hash of the number of the call, and leave the generator with the next number."""
@@ -142,7 +133,8 @@ class SampleRandom:
     def refusal(self, name: str) -> UserError:
         return UserError(
             f"{name} draws numbers that would depend on the number of ranks and micro-batches: use "
-            f"nn.Dropout, F.dropout or torch.randn_like on tensors with a row for each sample ({len(self.keys)} here), "
+            f"nn.Dropout, F.dropout, torch.randn_like or torch.rand_like on tensors with a row for each sample "
+            f"({len(self.keys)} here), "
             "or set bit_exact=true, with which any function draws for each virtual rank (not in a pipeline, "
             "nor with manual optimization)"
         )
@@ -177,15 +169,38 @@ def _bernoulli_(self: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
     return self.copy_(sample_random.keep_mask(self.shape, 1 - p))
 
 
-@functools.wraps(_RANDN_LIKE)
-def _randn_like(
-    input: Tensor, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **options: Any
-) -> Tensor:
-    kind = dtype or input.dtype
-    is_plain = kind.is_floating_point and options.get("generator") is None
-    if not (is_plain and sample_random.has_row_per_sample(input, "torch.randn_like")):
-        return _RANDN_LIKE(input, dtype=dtype, device=device, requires_grad=requires_grad, **options)
-    return sample_random.normal(input.shape).to(device or input.device, kind).requires_grad_(requires_grad)
+def _noise_like(name: str, draw: Callable[[torch.Size, torch.dtype], Tensor]) -> Callable[..., Tensor]:
+    """Return the function in place of `torch.randn_like` or `torch.rand_like`."""
+    original = getattr(torch, name)
+
+    @functools.wraps(original)
+    def noise_like(
+        input: Tensor, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **options: Any
+    ) -> Tensor:
+        kind = dtype or input.dtype
+        is_plain = kind.is_floating_point and options.get("generator") is None
+        if not (is_plain and sample_random.has_row_per_sample(input, f"torch.{name}")):
+            return original(input, dtype=dtype, device=device, requires_grad=requires_grad, **options)
+        return draw(input.shape, kind).to(device or input.device).requires_grad_(requires_grad)
+
+    return noise_like
+
+
+def _noise_in_place(
+    name: str, draw: Callable[[torch.Size, torch.dtype], Tensor], **defaults: float
+) -> Callable[..., Tensor]:
+    """Return the function in place of `normal_` or `uniform_`, with which distributions draw."""
+    original = getattr(Tensor, name)
+
+    @functools.wraps(original)
+    def fill(self: Tensor, *args: float, generator: Any = None, **options: float) -> Tensor:
+        if generator is not None or not self.is_floating_point() or not sample_random.has_keys(self):
+            return original(self, *args, generator=generator, **options)
+        first, second = (defaults | dict(zip(defaults, args, strict=False)) | options).values()
+        scale = second - first if name == "uniform_" else second
+        return self.copy_(draw(self.shape, self.dtype) * scale + first)
+
+    return fill
 
 
 @functools.wraps(_ATTENTION)
@@ -228,7 +243,10 @@ _FUNCTIONS: dict[tuple[Any, str], Any] = {  # `refusal` names them, too
     (F, "scaled_dot_product_attention"): _attention,
     (F, "multi_head_attention_forward"): _multi_head_attention,
     (Tensor, "bernoulli_"): _bernoulli_,
-    (torch, "randn_like"): _randn_like,
+    (torch, "randn_like"): _noise_like("randn_like", sample_random.normal),
+    (torch, "rand_like"): _noise_like("rand_like", sample_random.uniform),
+    (Tensor, "normal_"): _noise_in_place("normal_", sample_random.normal, mean=0, std=1),
+    (Tensor, "uniform_"): _noise_in_place("uniform_", sample_random.uniform, **{"from": 0, "to": 1}),
 }
 
 
@@ -243,139 +261,3 @@ def release() -> None:
     sample_random.end()
     for (owner, name), function in _FUNCTIONS.items():
         setattr(owner, name, function.__wrapped__)
-
-
-class RandomNumbers(L.Callback):
-    """Lets each step draw the same numbers on any hardware, and in a resumed run.
-
-    Before each batch, torch, NumPy and Python are seeded with a hash of (seed, epoch, step), and the samples get their
-    keys.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self._dropouts: list[SampleDropout] = []
-        self._step = 0  # of the epoch; in an evaluation the number of the loader
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Seed the weights that the module makes in `setup` and `configure_model`."""
-        intercept()
-        seed_generators(self._seed(), trainer.strategy.root_device.type)
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        forget_keys(self._dropouts)
-        self._dropouts = dropouts(pl_module)
-        salt_by_name(pl_module)  # also copies that a hook has made, such as a teacher
-
-    on_validation_start = on_test_start = on_train_start
-
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Seed what hooks of the start of an epoch draw, which a resumed run calls again."""
-        seed_generators(self._seed(EPOCH_START, trainer.current_epoch), pl_module.device.type)
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Seed what hooks of the end of an epoch draw: validation has left the generators as in any other epoch."""
-        forget_keys(self._dropouts)
-        seed_generators(self._seed(EPOCH_END, trainer.current_epoch), pl_module.device.type)
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._step = batch_idx
-        self._begin(trainer, self._seed(drawing_epoch(trainer), batch_idx))
-        begin_step(self._dropouts)
-        self._set_keys()
-
-    def begin_part(self, trainer: L.Trainer) -> None:
-        """Draw for the samples of a micro-batch."""
-        data: Any = trainer.datamodule
-        sample_random.keys = self._keys(trainer, data.sample_index)
-        self._set_keys()
-
-    def begin_virtual_rank(self, trainer: L.Trainer, step: int, number: int) -> None:
-        """Draw for the samples of a virtual rank, which has generators of its own.
-
-        The functions that draw for each sample have the numbers that they have without virtual ranks.
-        """
-        epoch = drawing_epoch(trainer)
-        of_step, seed = self._seed(epoch, step), self._seed(epoch, step, number)
-        self._begin(trainer, seed, shift=of_step - seed)
-        begin_step(self._dropouts)
-        self._set_keys()
-
-    def end_virtual_ranks(self, trainer: L.Trainer, step: int) -> None:
-        """Draw for the hooks after the passes, as one more virtual rank; layers go on to count their calls."""
-        epoch = drawing_epoch(trainer)
-        self._begin(trainer, self._seed(epoch, step, cast(Any, trainer.datamodule).virtual_ranks))
-        self._set_keys()
-
-    def _set_keys(self) -> None:
-        if self._dropouts:
-            set_keys(self._dropouts, sample_random.keys)
-
-    def on_after_backward(self, *_: Any) -> None:
-        sample_random.check()
-
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        sample_random.check()  # a module with optimization of its own may call `backward` of the loss itself
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        """Let functions draw as in torch. Layers keep the keys of the batch for the module's hook of this name."""
-        data: Any = trainer.datamodule
-        if len(data.parts) > 1 and not data.bit_exact:  # the keys are those of the last part
-            self.begin_part(trainer)
-        sample_random.end()
-
-    def on_train_end(self, *_: Any) -> None:
-        forget_keys(self._dropouts)
-
-    def on_validation_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        # The number of a batch depends on the accumulation, the keys do not.
-        self._step = dataloader_idx
-        shared = self._seed(drawing_epoch(trainer), dataloader_idx)
-        self._begin(trainer, shared)
-        begin_step(self._dropouts)
-        if not sample_random.is_divided:  # where torch's other functions may draw, batches are the same on any hardware
-            data: Any = trainer.datamodule
-            own = data.division.own_virtual_ranks if data.bit_exact else (0,)
-            number, place = divmod(batch_idx, len(own))
-            seed = self._seed(drawing_epoch(trainer), dataloader_idx, number, own[place])
-            seed_torch(seed, pl_module.device.type)
-            sample_random.first_seed, sample_random.shift = seed, shared - seed
-        self._set_keys()  # of layers that the module lets draw in an evaluation
-
-    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-        sample_random.check()
-        sample_random.end()
-
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Seed what hooks of its end draw: the number and the seeds of the batches depend on the hardware."""
-        forget_keys(self._dropouts)
-        seed_generators(self._seed(drawing_epoch(trainer), EPOCH_END, 0), pl_module.device.type)
-
-    on_test_batch_start = on_validation_batch_start
-    on_test_batch_end = on_validation_batch_end
-    on_test_epoch_end = on_validation_epoch_end
-
-    def teardown(self, *_: Any, **__: Any) -> None:
-        release()
-
-    on_exception = teardown
-
-    def _seed(self, *parts: int) -> int:
-        return int(hash_ints(self.seed, *parts)) % 2**62  # its successors are seeds as well
-
-    def _begin(self, trainer: L.Trainer, seed: int, shift: int = 0) -> None:
-        data, device = cast(Any, trainer.datamodule), trainer.lightning_module.device
-        samples = data.sample_index
-        # Also between the micro-batches of a pipeline, each of which its schedule gives to the network by itself.
-        parts = data.division.sharing * data.parallel.num_microbatches
-        is_divided = not data.bit_exact and parts > 1
-        seed_generators(seed, device.type)
-        sample_random.begin(functools.partial(self._keys, trainer, samples), device, is_divided, shift)
-
-    def _keys(self, trainer: L.Trainer, samples: Tensor) -> Tensor:
-        """Return the keys of (n,) samples in the present step, (n,): a sample may come again in other steps."""
-        return hash_ints(self.seed, drawing_epoch(trainer), self._step, samples)

@@ -40,7 +40,7 @@ from onecurve.process.rank import log_script, resolve_devices, shorten_user_erro
 from onecurve.process.signals import ended_here
 from onecurve.random.dropout import use_sample_dropout
 from onecurve.random.hashing import hash_ints
-from onecurve.random.random_functions import RandomNumbers
+from onecurve.random.random_numbers import RandomNumbers
 from onecurve.random.seeding import AFTER_STAGE, seed_generators
 from onecurve.records.events import recorded_fit
 from onecurve.run import arguments

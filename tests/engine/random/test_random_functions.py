@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Normal
 from torch.utils.checkpoint import checkpoint
 
 from onecurve.errors import UserError
@@ -45,11 +46,14 @@ def draw(function: Callable[[Tensor], Tensor], values: Tensor, rows: Tensor) -> 
         (nn.Dropout2d(0.3), IMAGES),
         (lambda x: x * x.new_empty(len(x), 1, 1, 1).bernoulli_(0.6), IMAGES),
         (lambda x: x + torch.randn_like(x), IMAGES),
+        (lambda x: x + torch.rand_like(x), IMAGES),
+        (lambda x: Normal(x, 2.0).rsample(), IMAGES),
+        (lambda x: x + x.new_empty(len(x), 1, 1, 1).uniform_(-1, 1), IMAGES),
         (lambda x: ATTENTION(x, x, x)[0], TOKENS),
         (lambda x: ATTENTION(x, x, x, need_weights=False)[0], TOKENS),
         (ENCODER, TOKENS),
     ],
-    ids="dropout in_place all dropout2d drop_path noise weights sdpa encoder".split(),
+    ids="dropout in_place all dropout2d drop_path noise uniform distribution filled weights sdpa encoder".split(),
 )
 def test_a_sample_has_its_numbers_in_any_part_of_the_batch(
     function: Callable[[Tensor], Tensor], values: Tensor
@@ -148,14 +152,16 @@ def test_drops_the_channels_that_torch_drops(name: str, shape: tuple[int, ...]) 
         (lambda x: F.dropout(x.flatten(0, 1)), r"F.dropout on a tensor of shape \[20, 8\]"),
         (lambda x: F.dropout(x.transpose(0, 1)), r"F.dropout on a tensor of shape \[5, 4, 8\]"),
         (lambda x: x[torch.randperm(len(x))], "draws numbers that would depend"),
-        (lambda x: F.dropout(x + torch.rand_like(x)), "draws numbers that would depend"),
+        (lambda x: F.dropout(x + torch.rand(x.shape)), "draws numbers that would depend"),
+        (lambda x: x + torch.rand_like(x[0]), r"torch.rand_like on a tensor of shape \[5, 8\]"),
+        (lambda x: x + Normal(0.0, 1.0).rsample((5, 8)), "draws numbers that would depend"),
         (lambda x: LSTM(x)[0], "draws numbers that would depend"),
         (
             torch.compile(lambda x: F.dropout(x.sin(), 0.3), backend="aot_eager"),
             "in a compiled network draws",
         ),
     ],
-    ids=["flattened", "tokens first", "permutation", "before dropout", "lstm", "compiled"],
+    ids=["flattened", "tokens first", "permutation", "before dropout", "one row", "sizes", "lstm", "compiled"],
 )
 def test_refuses_numbers_that_depend_on_the_part(function: Callable[[Tensor], Tensor], name: str) -> None:
     draw(function, TOKENS, torch.arange(SAMPLES))
@@ -235,6 +241,28 @@ def test_noise_has_the_options_of_torch() -> None:
         return x
 
     draw(check, TOKENS, torch.arange(SAMPLES))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_noise_has_the_distribution_of_torch(dtype: torch.dtype) -> None:
+    """In half precision, too, a uniform number is below 1."""
+    functions: list[tuple[Callable[[Tensor], Tensor], float, float]] = [
+        (torch.rand_like, 1 / 2, 1 / 12),
+        (lambda x: x.uniform_(-2, to=4), 1, 3),
+        (lambda x: x.normal_(3, std=2), 3, 4),
+        (torch.randn_like, 0, 1),
+    ]
+    for function, mean, variance in functions:
+        numbers = draw(function, torch.zeros(SAMPLES, 2000, dtype=dtype), torch.arange(SAMPLES))
+        assert numbers.dtype == dtype
+        assert [float(numbers.double().mean()), float(numbers.double().var())] == pytest.approx(
+            [mean, variance], 0.1, 0.1
+        )
+    uniform = draw(torch.rand_like, torch.zeros(SAMPLES, 2000, dtype=dtype), torch.arange(SAMPLES))
+    assert uniform.min() >= 0
+    assert uniform.max() < 1
+    before = torch.zeros(3).uniform_(generator=torch.Generator().manual_seed(1))
+    assert torch.equal(before, torch.rand(3, generator=torch.Generator().manual_seed(1)))
 
 
 def test_a_layer_drops_in_place_as_in_torch() -> None:
