@@ -50,7 +50,8 @@ class NormGroups(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._steps, self._norms = 0, list(grouped_norms(pl_module))
         averages = any(isinstance(one, WeightAveraging) for one in cast(Any, trainer).callbacks)
-        self._are_read = averages or bool(with_own_hook(trainer, "on_train_batch_end"))
+        are_read = averages or bool(with_own_hook(trainer, "on_train_batch_end"))
+        self._are_read = any(gather_objects(are_read))  # a callback may be on one rank alone
         for norm in self._norms:
             norm.begin_step()  # the rehearsal of a pipeline was one
             norm.is_in_step = False

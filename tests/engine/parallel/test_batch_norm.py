@@ -1,6 +1,7 @@
 """Batch normalization over groups is the same for any ranks and micro-batches, with gradients and buffers."""
 
 import copy
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -449,6 +450,19 @@ def average(folder: Path, strategy: str, devices: int, kind: type[Any]) -> list[
     trainer = onecurve.Trainer(callbacks=[callback], default_root_dir=folder / strategy, **options)
     trainer.fit(Estimating(), DataLoader(TensorDataset(torch.randn(32, 4)), 8))
     return callback.net[0].running_var.tolist()
+
+
+def fit_with_callback_of_rank_zero(folder: Path) -> None:
+    callbacks = [Averaging()] if os.environ["RANK"] == "0" else []
+    options: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = onecurve.Trainer(
+        callbacks=callbacks, default_root_dir=folder, strategy="ddp", devices=2, max_epochs=1, **options
+    )
+    trainer.fit(Estimating(), DataLoader(TensorDataset(torch.randn(32, 4)), 8))
+
+
+def test_a_callback_may_be_on_one_rank_alone(pool: Pool, folder: Path) -> None:
+    pool.run(2, fit_with_callback_of_rank_zero, folder)
 
 
 @pytest.mark.parametrize("kind", [Averaging, Keeping])
