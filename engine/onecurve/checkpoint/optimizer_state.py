@@ -63,7 +63,9 @@ def restore_by_name(optimizer: Optimizer, module: nn.Module) -> None:
     load = optimizer.load_state_dict
 
     def load_by_name(saved: dict[str, Any]) -> None:
-        if any("param_names" not in group for group in saved["param_groups"]):  # what a hook loads by itself
+        is_of_torch = saved.keys() >= {"state", "param_groups"}  # not of each optimizer that wraps another one
+        # A hook may load a state without names.
+        if not is_of_torch or any("param_names" not in group for group in saved["param_groups"]):
             load(saved)
             return
         add_saved_groups(saved, optimizer, module)

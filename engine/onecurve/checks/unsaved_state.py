@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from onecurve.checks.replicas import summary
 from onecurve.network.module_state import all_attributes
 from onecurve.network.object_state import leaves_of
+from onecurve.patches.torch import tree_leaves
 
 _log = logging.getLogger(__name__)
 _SAVED = {*vars(Optimizer([nn.Parameter()], {})), "_step_count", "_opt_called"}  # a schedule sets some
@@ -94,5 +95,5 @@ def _unsaved(trainer: L.Trainer, module: nn.Module) -> Iterator[tuple[str, list[
 
 def _unsaved_of_inner(optimizer: Optimizer, inner: Optimizer) -> list[Any]:
     """Return the tensors that an optimizer within another one keeps, and the state dict of the outer one lacks."""
-    saved = {id(value) for moments in optimizer.state_dict()["state"].values() for value in moments.values()}
+    saved = set(map(id, tree_leaves(optimizer.state_dict())))
     return [leaf for leaf in leaves_of(inner.state) if isinstance(leaf, Tensor) and id(leaf) not in saved]
