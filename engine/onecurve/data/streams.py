@@ -29,7 +29,8 @@ from onecurve.data.rank_loader import (
     worker_options,
 )
 from onecurve.errors import UserError
-from onecurve.network.object_state import are_equal, attributes_of, digest_of, walk
+from onecurve.network.object_state import are_equal, attributes_of, digest_of, is_dense, walk
+from onecurve.network.tensors import to_local
 from onecurve.process.gather import gather_objects
 from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import FETCHING, refuse_draws, seed_generators
@@ -224,7 +225,8 @@ def _held(stream: Any) -> tuple[int, float]:
     number, weights = 0, 0.0
     for one in islice(walk([*values, *owners], opens_modules=True), _COUNTED):
         number += 1
-        weights += one.detach().double().sum().item() if isinstance(one, nn.Parameter) else 0
+        if isinstance(one, nn.Parameter) and is_dense(one):
+            weights += to_local(one.detach()).sum(dtype=torch.float32).item()  # no copy of the weight
     return number, weights
 
 

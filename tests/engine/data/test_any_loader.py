@@ -449,6 +449,23 @@ def test_names_a_stream_that_reads_the_weights(folder: Path, caplog: pytest.LogC
     assert caplog.text.count("training has changed Played while a worker read it") == 1
 
 
+class Untouched(IterableDataset[Any]):
+    """Holds a layer without numbers, as one that is on another machine."""
+
+    def __init__(self) -> None:
+        self.layers = [torch.nn.Linear(2, 2, device="meta"), torch.nn.LazyLinear(2)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.randn(8, 32))
+
+
+def test_a_stream_may_hold_weights_without_numbers(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = onecurve.Trainer(default_root_dir=folder, max_epochs=1, limit_val_batches=0, logger=False)
+    trainer.fit(BoringModel(), DataLoader(Untouched(), 4))
+    assert trainer.global_step == 2
+    assert "training has changed" not in caplog.text
+
+
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"drop_last": True}], ids=["in order", "shuffled", "left"])
 def test_names_samples_that_are_never_trained(
     options: dict[str, Any], folder: Path, caplog: pytest.LogCaptureFixture
