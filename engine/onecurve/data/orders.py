@@ -26,7 +26,7 @@ from onecurve.random.seeding import seed_generators
 _SHARED = (Dataset, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DATASETS = ("data_source", "dataset")  # the names that samplers give theirs, whatever its class
 _COMPARED = 16  # epochs; two batches have the same order in one of two
-_MOST = 1_000_000  # indices or batches of a sampler without a length
+_MOST = 10_000_000  # indices or batches of a sampler without a length; ImageNet has more than a million
 
 
 def has_batch_sampler(loader: DataLoader[Any]) -> bool:
