@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributions import Normal
 
 from onecurve.errors import UserError
 from onecurve.patches.torch import attention_weights, is_in_vmap
@@ -27,7 +28,7 @@ from onecurve.random.hashing import hash_ints, normal, uniform_rows
 from onecurve.random.seeding import torch_generator_states
 
 _ATTENTION, _MULTI_HEAD_ATTENTION = F.scaled_dot_product_attention, F.multi_head_attention_forward
-_BERNOULLI = Tensor.bernoulli_
+_BERNOULLI, _RSAMPLE = Tensor.bernoulli_, Normal.rsample
 _CALLS = 1  # without it a call would have the hash of a sample, since a step begins with the seed of its samples' keys
 _CHANNEL_DIMS = {("dropout1d", 2): 1, ("dropout3d", 4): 1}  # torch takes the rows of these for channels of one sample
 _DIGITS = {torch.bfloat16: 8, torch.float16: 11}  # in bits, of numbers below 1; a type with more has 24 random ones
@@ -89,17 +90,13 @@ class SampleRandom:
 
         In a compiled network torch's own draws; so does it under `torch.vmap`, as for each member of an ensemble.
         """
-        if self.has_keys(values):
+        if torch.compiler.is_compiling() or self.make_keys is None:
+            return False
+        if values.ndim and len(values) == len(self.keys) and not is_in_vmap():
             return True
-        if self.is_divided and not torch.compiler.is_compiling():
+        if self.is_divided:
             raise self.refusal(f"{name} on a tensor of shape {list(values.shape)}")
         return False
-
-    def has_keys(self, values: Tensor) -> bool:
-        """Return whether each row of a tensor is that of a sample."""
-        if self.make_keys is None or torch.compiler.is_compiling():
-            return False
-        return values.ndim > 0 and len(values) == len(self.keys) and not is_in_vmap()
 
     def keep_mask(self, shape: torch.Size, rate: float) -> Tensor:
         """Return the bool mask of the elements to keep, with a row for each sample."""
@@ -186,21 +183,12 @@ def _noise_like(name: str, draw: Callable[[torch.Size, torch.dtype], Tensor]) ->
     return noise_like
 
 
-def _noise_in_place(
-    name: str, draw: Callable[[torch.Size, torch.dtype], Tensor], **defaults: float
-) -> Callable[..., Tensor]:
-    """Return the function in place of `normal_` or `uniform_`, with which distributions draw."""
-    original = getattr(Tensor, name)
-
-    @functools.wraps(original)
-    def fill(self: Tensor, *args: float, generator: Any = None, **options: float) -> Tensor:
-        if generator is not None or not self.is_floating_point() or not sample_random.has_keys(self):
-            return original(self, *args, generator=generator, **options)
-        first, second = (defaults | dict(zip(defaults, args, strict=False)) | options).values()
-        scale = second - first if name == "uniform_" else second
-        return self.copy_(draw(self.shape, self.dtype) * scale + first)
-
-    return fill
+@functools.wraps(_RSAMPLE)
+def _rsample(self: Normal, sample_shape: Any = ()) -> Tensor:
+    mean = self.loc.expand(*sample_shape, *self.batch_shape)
+    if not sample_random.has_row_per_sample(mean, "the rsample of a normal distribution"):
+        return _RSAMPLE(self, sample_shape)
+    return mean + sample_random.normal(mean.shape, mean.dtype).to(mean.device) * self.scale
 
 
 @functools.wraps(_ATTENTION)
@@ -245,8 +233,7 @@ _FUNCTIONS: dict[tuple[Any, str], Any] = {  # `refusal` names them, too
     (Tensor, "bernoulli_"): _bernoulli_,
     (torch, "randn_like"): _noise_like("randn_like", sample_random.normal),
     (torch, "rand_like"): _noise_like("rand_like", sample_random.uniform),
-    (Tensor, "normal_"): _noise_in_place("normal_", sample_random.normal, mean=0, std=1),
-    (Tensor, "uniform_"): _noise_in_place("uniform_", sample_random.uniform, **{"from": 0, "to": 1}),
+    (Normal, "rsample"): _rsample,
 }
 
 

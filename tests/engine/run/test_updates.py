@@ -181,21 +181,6 @@ class Lookahead(torch.optim.Optimizer):
         self.param_groups = self.base.param_groups
 
 
-class Langevin(torch.optim.SGD):
-    """Adds noise to weights, as stochastic gradient Langevin dynamics."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        for weight in self.param_groups[0]["params"]:
-            weight.data += 0.01 * (torch.empty_like(weight.data).normal_() + torch.randn_like(weight.data))
-        return loss
-
-
-class UsesLangevin(Net):
-    def configure_optimizers(self) -> Any:
-        return Langevin(self.net.parameters(), lr=0.1)
-
-
 class HasOwnFormat(Lookahead):
     """As that of pytorch_optimizer."""
 
@@ -448,16 +433,6 @@ def test_scalars_of_an_optimizer_keep_their_type(folder: Path) -> None:
     whole, two = (torch.load(folder / name / "checkpoints" / "last.ckpt")["state_dict"] for name in ("whole", "two"))
     for name, weight in whole.items():
         assert torch.equal(weight, two[name])
-
-
-def test_the_noise_of_an_optimizer_is_not_that_of_samples(folder: Path) -> None:
-    """Of 8 samples, and of micro-batches of 2, although the layers have as many rows."""
-    module = UsesLangevin()
-    whole, divided = copy.deepcopy(module), copy.deepcopy(module)
-    fit(folder / "whole", whole)
-    fit(folder / "divided", divided, accumulate_grad_batches=4)
-    for weight, other in zip(whole.parameters(), divided.parameters(), strict=True):
-        assert torch.allclose(weight, other, rtol=1e-9)
 
 
 def test_an_optimizer_may_have_a_state_dict_of_its_own(folder: Path) -> None:
