@@ -4,7 +4,7 @@ A `_ResultMetric` of Lightning is such a metric. (https://github.com/Lightning-A
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from copy import deepcopy
 from typing import Any
 
 from torch import Tensor
@@ -29,11 +29,33 @@ def set_states(metric: Any, states: Mapping[str, Any]) -> None:
     vars(metric).update(states)
 
 
+class _Replacement:
+    """A function in the place of a method of a metric. A copy of the metric has it too, a pickle the method itself."""
+
+    def __init__(self, metric: Any, name: str, function: Callable[..., Any]) -> None:
+        self.metric, self.name, self.function = metric, name, function
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.function(self.metric, *args, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Replacement":
+        return _Replacement(deepcopy(self.metric, memo), self.name, self.function)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.metric, self.name)
+
+
+def replace_methods(metric: Any, **functions: Callable[..., Any] | None) -> None:
+    """Let functions of the metric take the place of its methods; None for the method itself."""
+    for name, function in functions.items():
+        vars(metric).pop(name, None)
+        if function is not None:
+            vars(metric)[name] = _Replacement(metric, name, function)
+
+
 def replace_sync(metric: Any, function: Callable[..., None] | None) -> None:
     """Let a function of the metric set the state of all ranks, or None torchmetrics, which does so in `_sync_dist`."""
-    vars(metric).pop("_sync_dist", None)
-    if function is not None:
-        vars(metric)["_sync_dist"] = partial(function, metric)
+    replace_methods(metric, _sync_dist=function)
 
 
 def default_states(metric: Any) -> dict[str, Any]:

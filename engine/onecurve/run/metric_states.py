@@ -26,6 +26,7 @@ from onecurve.patches.torchmetrics import (
     forget_value,
     has_value,
     reductions,
+    replace_methods,
     replace_sync,
     set_states,
 )
@@ -62,8 +63,7 @@ class VirtualMetrics(L.Callback):
         """Change how the metrics synchronize and reset their states."""
         self.metrics = metrics_of(trainer, pl_module)
         for name, metric in self.metrics.items():
-            vars(metric)["sync_context"] = partial(self._reduced, name, metric)
-            vars(metric)["reset"] = partial(self._reset, name, metric)
+            replace_methods(metric, sync_context=partial(self._reduced, name), reset=partial(self._reset, name))
 
     on_sanity_check_start = on_train_start = _begin
 
@@ -125,8 +125,7 @@ class VirtualMetrics(L.Callback):
 
     def teardown(self, *_: Any, **__: Any) -> None:
         for metric in self.metrics.values():
-            vars(metric).pop("sync_context", None)
-            vars(metric).pop("reset", None)
+            replace_methods(metric, sync_context=None, reset=None)
         self.metrics, self._states, self._current, self.is_in_pass = {}, {}, 0, False
 
     @contextmanager
@@ -138,6 +137,8 @@ class VirtualMetrics(L.Callback):
         if not should_sync or self.is_in_pass:
             yield
             return
+        if self.metrics.get(name) is not metric:
+            raise UserError(f"bit_exact=true: {name} is copied, but copies lack virtual ranks: keep its value")
         own = states_of(metric)
         set_states(metric, self._combined(name, metric))
         try:
@@ -157,7 +158,7 @@ class VirtualMetrics(L.Callback):
 
     def _reset(self, name: str, metric: Any) -> None:
         """Reset a metric: on all virtual ranks, unless the pass of one of them does so, as `Metric.forward`."""
-        if not self.is_in_pass:
+        if not self.is_in_pass and self.metrics.get(name) is metric:
             self._states.pop(name, None)
         type(metric).reset(metric)
 
@@ -273,7 +274,6 @@ class MetricSync(L.Callback):
             return
         group = group_of_samples(trainer)
 
-        # No partial, because a copy of a metric cannot copy a group.
         def synchronize(metric: Metric, *_: Any, **__: Any) -> None:
             ranks = gather_objects(_on_cpu(states_of(metric)), group)
             set_states(metric, _combine(metric, ranks) | counts(metric))

@@ -1,5 +1,6 @@
 """Metrics with states of an unusual kind are the same on any number of ranks, and in a run that goes on elsewhere."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import Metric, MetricTracker, SumMetric
@@ -15,6 +16,7 @@ from torchmetrics.classification import MulticlassAUROC
 from torchmetrics.wrappers import Running
 
 import onecurve
+from onecurve.errors import UserError
 from tests.support.comparison import check_same_rows
 from tests.support.pool import Pool
 
@@ -162,6 +164,35 @@ def test_metrics_of_copies_of_the_module_are_not_saved(folder: Path) -> None:
     states = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=False)["metric_states"]
     assert "window" in states
     assert not [name for name in states if "WeightAveraging" in name]
+
+
+class Copied(Measured):
+    """Keeps its metrics in checkpoints, as modules with a loss that is a metric do, and a copy of one."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["metrics"] = {"listed": self.listed}
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.copy = self.shared.clone()
+        self.copy.update(1.0)
+
+
+def fit_copied(folder: Path, devices: int, bit_exact: bool) -> None:
+    options: dict[str, Any] = {"accelerator": "cpu", "strategy": "ddp", "devices": devices, "bit_exact": bit_exact}
+    options |= {"max_epochs": 1, "enable_progress_bar": False, "enable_model_summary": False}
+    module, trainer = Copied(), onecurve.Trainer(default_root_dir=folder, **options)
+    trainer.fit(module, DataLoader(RandomDataset(32, 32), batch_size=8))
+    assert pickle.loads(pickle.dumps(module.copy)).compute() == module.copy.compute()
+
+
+def test_metrics_can_be_copied_and_pickled(pool: Pool, folder: Path) -> None:
+    pool.run(2, fit_copied, folder, 2, False)
+
+
+def test_a_copy_of_a_metric_without_virtual_ranks_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="shared is copied, but copies lack virtual ranks"):
+        fit_copied(folder, 1, True)
 
 
 def test_a_validation_of_its_own_has_the_precision_of_the_run(folder: Path) -> None:
