@@ -77,7 +77,8 @@ def _object_in(error: UnpicklingError) -> str:
     found = re.search(r"GLOBAL (\S+)", str(error))
     name = found[1].strip("`'\".,") if found else "an object"
     return (
-        f"contains {name}: let on_save_checkpoint and state_dict return numbers, texts, tensors and containers of them"
+        f"contains {name}: let on_save_checkpoint and state_dict return numbers, texts, tensors and containers of "
+        "them, or name the class to torch.serialization.add_safe_globals"
     )
 
 

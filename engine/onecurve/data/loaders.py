@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from onecurve.data.batch import StepParts, combine
 from onecurve.data.batch_samplers import EvaluationBatches, TrainingBatches, apply_limit
@@ -92,6 +92,8 @@ def _check_loader(loader: Any, method: str) -> None:
     # litdata's own __iter__ counts the samples for its state.
     if type(loader).__iter__ is not DataLoader.__iter__ and type(loader).__module__.partition(".")[0] != "litdata":
         raise UserError(f"{method}: {type(loader).__name__} has an __iter__ of its own: return a torch DataLoader")
+    if disables_batching(loader) and isinstance(loader.sampler, BatchSampler):
+        raise UserError(f"{method} has a BatchSampler as sampler: give it as batch_sampler, and a dataset of samples")
     if hasattr(loader.sampler, "num_replicas"):
         raise UserError(f"{method} has a {type(loader.sampler).__name__}: leave it out, ranks share the data anyway")
 

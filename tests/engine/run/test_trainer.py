@@ -1173,14 +1173,20 @@ def test_numbers_of_numpy_are_saved(folder: Path) -> None:
     assert torch.load(last)["table"].tolist() == [0, 1, 2]
 
 
+class Place:
+    """An object that a module keeps in checkpoints."""
+
+
 def test_names_an_object_that_no_run_could_read(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Saves(Boring):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            checkpoint["path"] = Path("data")
+            checkpoint["place"] = Place()
 
     trainer(folder).fit(Saves(), loader())
-    assert "no run can go on from these checkpoints: each contains pathlib" in caplog.text
-    with pytest.raises(onecurve.CheckpointUserError, match=r"contains pathlib\S*: let on_save_checkpoint"):
+    assert f"no run can go on from these checkpoints: each contains {__name__}.Place" in caplog.text
+    with pytest.raises(onecurve.CheckpointUserError, match=r"Place: let on_save_checkpoint .*, or name the class to"):
+        trainer(folder, max_epochs=2).fit(Saves(), loader(), ckpt_path="last")
+    with torch.serialization.safe_globals([Place]):
         trainer(folder, max_epochs=2).fit(Saves(), loader(), ckpt_path="last")
 
 
