@@ -78,6 +78,8 @@ class LoopChanges(L.Callback):
     reads the samples of a batch from a batch sampler of its own (`_get_batch_indices` in loops/prediction_loop.py).
     """
 
+    _sanity_steps: int | float | None = None  # those of one part, in a sanity check
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._missed = set[int]()  # epochs that begin with a step of the epoch before, which Lightning left out
         strategy: Any = trainer.strategy
@@ -100,8 +102,11 @@ class LoopChanges(L.Callback):
         self._sanity_steps = trainer.num_sanity_val_steps
         trainer.num_sanity_val_steps *= trainer.datamodule.division.num_parts
 
-    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        trainer.num_sanity_val_steps = self._sanity_steps
+    def on_sanity_check_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        if self._sanity_steps is not None:
+            trainer.num_sanity_val_steps, self._sanity_steps = self._sanity_steps, None
+
+    on_exception = on_sanity_check_end  # another fit of this trainer begins with the same number
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let hooks normalize batches of their own, which are whole on each rank: before the callbacks of the user."""

@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import lightning as L
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import LambdaCallback, Timer
@@ -134,3 +135,17 @@ def test_a_sanity_check_has_the_same_samples_in_any_number_of_parts(folder: Path
         options |= {"accelerator": "cpu", "enable_progress_bar": False, "max_steps": 1, "callbacks": CountsChecked()}
         onecurve.Trainer(default_root_dir=folder / f"{number}", **options).fit(BoringModel(), loader, loader)
     assert [options["callbacks"].samples for options in parts] == [16] * 3
+
+
+class FailsInSanityCheck(L.Callback):
+    def on_validation_batch_end(self, *_: Any) -> None:
+        raise RuntimeError("failed")
+
+
+def test_a_sanity_check_that_fails_leaves_the_number_of_its_steps(folder: Path) -> None:
+    loader = DataLoader(RandomDataset(32, 64), batch_size=8)
+    options: dict[str, Any] = {"bit_exact": True, "accelerator": "cpu", "enable_progress_bar": False}
+    trainer = onecurve.Trainer(default_root_dir=folder, callbacks=FailsInSanityCheck(), **options)
+    with pytest.raises(RuntimeError, match="failed"):
+        trainer.fit(BoringModel(), loader, loader)
+    assert trainer.num_sanity_val_steps == 2
