@@ -1,4 +1,4 @@
-"""The folders of runs, which a continued run keeps, and the newest checkpoint in them."""
+"""The folders of runs, which a continued run keeps."""
 
 import os
 import secrets
@@ -10,7 +10,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from onecurve.checkpoint.run_files import CHECKPOINTS, LAST, PREVIOUS
 from onecurve.errors import UserError
 from onecurve.process.started_by import started_rank
 from onecurve.records.files import CONFIG
@@ -80,30 +79,6 @@ def saved_config(folder: Path) -> Any:
     if "runtime" not in saved:
         raise UserError(f"{folder / CONFIG} is not that of a run of this version")
     return saved
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint in a run folder, if any; warn of each corrupt one.
-
-    The names come before the modification time, because copying a folder may reset the time. A later file of more steps
-    is one that a ModelCheckpoint has saved within an epoch.
-    """
-    files = (folder / CHECKPOINTS).glob("*.ckpt")
-    times = {file: file.stat().st_mtime_ns for file in files}
-    newest, newest_steps = None, -1
-    for file in sorted(times, key=lambda file: (file.name != LAST, file.name != PREVIOUS, -times[file])):
-        from onecurve.checkpoint.io import check_is_complete  # late, since it imports Lightning
-
-        if newest and newest_steps >= 0 and times[file] <= times[newest]:
-            continue
-        try:
-            steps = check_is_complete(file)
-        except UserError as error:
-            print(f"warning: {error}; looking for the one before it", file=sys.stderr)
-            continue
-        if newest is None or steps > newest_steps:
-            newest, newest_steps = file, steps
-    return newest
 
 
 def register_resolvers() -> None:

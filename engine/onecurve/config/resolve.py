@@ -16,13 +16,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
+from onecurve.checkpoint.newest import newest_checkpoint
 from onecurve.checkpoint.run_files import checkpoint_file
 from onecurve.config.folder import (
     CONF,
     PROJECT,
     RECIPES,
     folder_of,
-    newest_checkpoint,
     saved_config,
 )
 from onecurve.errors import UserError, as_typed, nearest_options

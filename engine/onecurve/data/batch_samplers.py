@@ -109,11 +109,11 @@ class EvaluationBatches(Sampler[Tensor]):
         self.samples_per_round, self.share = sum(shares), shares[parallel.dp_rank]
         self.firsts = [sum(shares[:rank]) for rank in ranks or [parallel.dp_rank]]  # of these ranks in a round
         self.total_rounds = -(-len(order) // self.samples_per_round)
-        self.batches = -(-self.total_rounds // max(1, batch_size // self.samples_per_round))
-        self.rounds = -(-self.total_rounds // max(1, self.batches))
+        self.count = -(-self.total_rounds // max(1, batch_size // self.samples_per_round))
+        self.rounds = -(-self.total_rounds // max(1, self.count))
 
     def __len__(self) -> int:
-        return self.batches * len(self.firsts)
+        return self.count * len(self.firsts)
 
     def __iter__(self) -> Iterator[Tensor]:
         """Yield indices in the dataset, and -1 for padding: one batch of a rank each."""
@@ -129,8 +129,8 @@ class EvaluationBatches(Sampler[Tensor]):
         missing = self.total_rounds * self.samples_per_round - self.num_samples
         places = F.pad(torch.arange(self.num_samples), (0, missing), value=-1)
         rounds = places.view(self.total_rounds, self.samples_per_round)
-        shorter = self.batches * self.rounds - self.total_rounds
-        sizes = [self.rounds - 1] * shorter + [self.rounds] * (self.batches - shorter)
+        shorter = self.count * self.rounds - self.total_rounds
+        sizes = [self.rounds - 1] * shorter + [self.rounds] * (self.count - shorter)
         own = [batch[:, first : first + self.share] for batch in rounds.split(sizes) for first in self.firsts]
         return [F.pad(rows, (0, 0, 0, self.rounds - len(rows)), value=-1).flatten() for rows in own]
 
@@ -141,7 +141,7 @@ class EvaluationBatches(Sampler[Tensor]):
             split: the name of the samples, for the error message.
             parts: evaluation batches in a batch of the loader, if its `batch_size` is that of these batches.
         """
-        if self.rounds == 1 and self.num_samples < self.batches * self.samples_per_round:
+        if self.rounds == 1 and self.num_samples < self.count * self.samples_per_round:
             # With two rounds or more, the batches share the rounds so that each has a full one.
             is_enough = parts and self.num_samples > self.samples_per_round
             way = f"set batch_size={2 * self.samples_per_round * (parts or 1)} or more in its loader, "

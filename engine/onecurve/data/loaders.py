@@ -193,7 +193,7 @@ class TrainingLoaders:
         return min(self.steps, cast(int, source.steps)) if has_end else self.steps
 
 
-class _Samples:
+class _MapSource:
     """A loader of a map-style dataset. Without a `batch_size` its samples are batches.
 
     Attributes:
@@ -246,7 +246,7 @@ class _Samples:
         return list(chain.from_iterable(cycles)) if self.has_batch_sampler else torch.cat(cycles)
 
 
-class _Stream:
+class _StreamSource:
     """A loader of an IterableDataset. Without a `batch_size` its samples are batches."""
 
     has_batch_sampler, per_step = False, 1
@@ -278,7 +278,7 @@ class _Stream:
         return list(StreamLoader(self.loader, end, partial(_within, places), 1, self.seed, evaluates=True))
 
 
-_Source = _Samples | _Stream
+_Source = _MapSource | _StreamSource
 
 
 def _check(source: _Source, method: str) -> None:
@@ -299,12 +299,12 @@ def _check(source: _Source, method: str) -> None:
         )
     if not source.has_batch_sampler:
         source.division.positions(source.batch_size)
-    if not isinstance(source, _Stream):
+    if not isinstance(source, _StreamSource):
         check_repeatable(source.loader, source.seed, method)
 
 
 def _source(loader: DataLoader[Any], division: Division, seed: int) -> _Source:
-    return (_Stream if isinstance(loader.dataset, IterableDataset) else _Samples)(loader, division, seed)
+    return (_StreamSource if isinstance(loader.dataset, IterableDataset) else _MapSource)(loader, division, seed)
 
 
 def _within(places: list[Tensor], count: int) -> list[Tensor]:

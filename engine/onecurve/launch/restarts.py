@@ -16,9 +16,12 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from onecurve.checkpoint.newest import newest_checkpoint
 from onecurve.checkpoint.run_files import checkpoint_file
 from onecurve.errors import UserError
+from onecurve.launch.outcome import RankFailedError, fold_frames, record_restart
 from onecurve.process import signals
+from onecurve.records.events import STARTS, last_of, read_events
 from onecurve.targets import build
 
 _PROBE_TIMEOUT = 90.0  # seconds; a probe may import torch from a slow disk
@@ -105,6 +108,47 @@ class DevicePolicy:
         except UserError:
             return False
         return True
+
+
+def next_start(cfg: DictConfig, policy: DevicePolicy, end: RankFailedError | signals.Stopped) -> DictConfig:
+    """Return the configuration of the next start, from the newest checkpoint; raise the error if there is none."""
+    if isinstance(end, signals.Stopped):
+        if end.number != signals.RESIZE:
+            raise end
+        reason = policy.after_probe(unusable_devices(cfg, policy.devices))
+    else:
+        if cfg.launch.max_restarts <= 0:
+            raise end
+        unusable = unusable_devices(cfg, policy.devices) if cfg.launch.elastic else set()
+        dead_rank = end.dead_rank if cfg.launch.elastic else None
+        reason = policy.after_failure(dead_rank, time_of_last_save(cfg.run_dir), unusable)
+        if policy.restarts_left < 0:
+            raise end
+        print(fold_frames(str(end)), file=sys.stderr)
+    record_restart(cfg.run_dir, end, reason)
+    if reason:
+        cfg = with_devices_of(policy, cfg, reason)
+    else:
+        before, change = cfg.trainer.accumulate_grad_batches, ""
+        if cfg.launch.elastic and "OutOfMemoryError" in str(end).partition("\n")[0]:
+            started = last_of(read_events(cfg.run_dir), *STARTS)
+            cfg = with_smaller_micro_batches(cfg, started.get("normalizes", True))
+        if cfg.trainer.accumulate_grad_batches != before:
+            change = f" with trainer.accumulate_grad_batches={cfg.trainer.accumulate_grad_batches}"
+        print(f"restarting{change}; {policy.restarts_left} restarts left after this one", file=sys.stderr)
+    if cfg.fit and (newest := newest_checkpoint(Path(cfg.run_dir))):
+        cfg.ckpt_path = str(newest)
+    return cfg
+
+
+def with_devices_of(policy: DevicePolicy, cfg: DictConfig, reason: str) -> DictConfig:
+    print(f"{reason}; going on with {len(policy.used)} of {len(policy.devices)} devices", file=sys.stderr)
+    cfg = with_devices(cfg, policy.used)
+    if cfg.runtime.chooses_strategy:
+        from onecurve.extras.plan.plan import choose_again  # late, because it imports Lightning
+
+        choose_again(cfg)
+    return cfg
 
 
 def with_devices(cfg: DictConfig, devices: list[int]) -> DictConfig:

@@ -25,7 +25,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from onecurve.checkpoint.run_files import stop_message
-from onecurve.config.folder import newest_checkpoint
 from onecurve.config.resolve import device_count, resolve_config, runs_in_single_process
 from onecurve.errors import UserError
 from onecurve.launch import restarts
@@ -34,12 +33,10 @@ from onecurve.launch.outcome import (
     RankFailedError,
     exit_rank,
     first_failure,
-    fold_frames,
-    record_restart,
     recorded_command,
 )
 from onecurve.process import signals
-from onecurve.process.fork_server import end_as_interpreter, start_fork_server
+from onecurve.process.fork_server import register_end_of_interpreter, start_fork_server
 from onecurve.process.rank import (
     REPORT_FILE,
     connect_debugger,
@@ -50,7 +47,7 @@ from onecurve.process.rank import (
     usable_cores,
 )
 from onecurve.process.started_by import check_tasks_are_started, forget_launcher, started_by, take_environment
-from onecurve.records.events import STARTS, append_event, last_of, logged_steps, read_events
+from onecurve.records.events import append_event, logged_steps, read_events
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
@@ -136,7 +133,7 @@ def run_rank(cfg: DictConfig, rank: int, keep_trainer: Callable[[Any], None] | N
 
 
 def launch_workers(cfg: DictConfig) -> dict[str, float]:
-    """Run all ranks, and restart them after failures (`_next_start`, by the options `launch.*`).
+    """Run all ranks, and restart them after failures (`restarts.next_start`, by the options `launch.*`).
 
     Returns:
         rank zero's metrics.
@@ -153,7 +150,7 @@ def launch_workers(cfg: DictConfig) -> dict[str, float]:
     if cfg.launch.elastic and (reason := policy.after_probe(restarts.unusable_devices(cfg, policy.devices))):
         if read_events(cfg.run_dir):  # of a launcher that has died
             append_event(cfg.run_dir, "restart", logged_steps(cfg.run_dir), reason)
-        cfg = _with_devices_of(policy, cfg, reason)
+        cfg = restarts.with_devices_of(policy, cfg, reason)
     with signals.forward_to_workers():
         while True:
             processes = 1 if runs_in_single_process(cfg) else len(policy.used)
@@ -163,50 +160,9 @@ def launch_workers(cfg: DictConfig) -> dict[str, float]:
             except SignalException:  # a second signal
                 raise _stopped(cfg) from None
             except (RankFailedError, signals.Stopped) as end:
-                cfg = _next_start(cfg, policy, end)
+                cfg = restarts.next_start(cfg, policy, end)
             if signals.requested():
                 raise _stopped(cfg)
-
-
-def _next_start(cfg: DictConfig, policy: restarts.DevicePolicy, end: RankFailedError | signals.Stopped) -> DictConfig:
-    """Return the configuration of the next start, from the newest checkpoint; raise the error if there is none."""
-    if isinstance(end, signals.Stopped):
-        if end.number != signals.RESIZE:
-            raise end
-        reason = policy.after_probe(restarts.unusable_devices(cfg, policy.devices))
-    else:
-        if cfg.launch.max_restarts <= 0:
-            raise end
-        unusable = restarts.unusable_devices(cfg, policy.devices) if cfg.launch.elastic else set()
-        dead_rank = end.dead_rank if cfg.launch.elastic else None
-        reason = policy.after_failure(dead_rank, restarts.time_of_last_save(cfg.run_dir), unusable)
-        if policy.restarts_left < 0:
-            raise end
-        print(fold_frames(str(end)), file=sys.stderr)
-    record_restart(cfg.run_dir, end, reason)
-    if reason:
-        cfg = _with_devices_of(policy, cfg, reason)
-    else:
-        before, change = cfg.trainer.accumulate_grad_batches, ""
-        if cfg.launch.elastic and "OutOfMemoryError" in str(end).partition("\n")[0]:
-            started = last_of(read_events(cfg.run_dir), *STARTS)
-            cfg = restarts.with_smaller_micro_batches(cfg, started.get("normalizes", True))
-        if cfg.trainer.accumulate_grad_batches != before:
-            change = f" with trainer.accumulate_grad_batches={cfg.trainer.accumulate_grad_batches}"
-        print(f"restarting{change}; {policy.restarts_left} restarts left after this one", file=sys.stderr)
-    if cfg.fit and (newest := newest_checkpoint(Path(cfg.run_dir))):
-        cfg.ckpt_path = str(newest)
-    return cfg
-
-
-def _with_devices_of(policy: restarts.DevicePolicy, cfg: DictConfig, reason: str) -> DictConfig:
-    print(f"{reason}; going on with {len(policy.used)} of {len(policy.devices)} devices", file=sys.stderr)
-    cfg = restarts.with_devices(cfg, policy.used)
-    if cfg.runtime.chooses_strategy:
-        from onecurve.extras.plan.plan import choose_again  # late, because it imports Lightning
-
-        choose_again(cfg)
-    return cfg
 
 
 def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
@@ -279,7 +235,7 @@ def _run_worker(cfg: DictConfig, environment: dict[str, str], cores: list[int]) 
     _silence_launchers()
     rank = int(os.environ["RANK"])
     connect_debugger(rank)
-    end_as_interpreter()
+    register_end_of_interpreter()
     if runs_in_single_process(cfg):
         forget_launcher(keep=REPORT_FILE)
     try:

@@ -70,7 +70,7 @@ def _inherited() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
 
-def end_as_interpreter() -> None:
+def register_end_of_interpreter() -> None:
     """Let this process, at its end, wait for its threads, call what `atexit` has, and write its open files.
 
     One that was forked ends by `os._exit`, which does none of it.

@@ -1,7 +1,7 @@
 """What `self.log` of a module becomes: values that count the samples of each rank, and are logged at log points.
 
-`patch_trainer` of `onecurve/run/training_loop.py` gives a trainer `LoggedValues` and `LogPoints`. A step of several
-parts logs to a `PassLog` first (`onecurve/run/step.py`).
+`use_own_loop_parts` of `onecurve/run/training_loop.py` gives a trainer `LoggedValues` and `LogPoints`. A step of
+several parts logs to a `PassLog` first (`onecurve/run/step.py`).
 """
 
 import logging

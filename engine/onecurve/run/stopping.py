@@ -16,7 +16,7 @@ from onecurve.observe.steps import RankConsensus, trained_steps
 from onecurve.process import signals
 from onecurve.process.rank import log_file, report_error, set_timeouts_after
 from onecurve.records.events import append_event
-from onecurve.run.checkpoint import LastCheckpoint
+from onecurve.run.saving import LastCheckpoint
 
 _log = logging.getLogger(__name__)
 _MAX_HANDLING = 20.0  # seconds for what callbacks do after an error
@@ -51,9 +51,8 @@ class PreemptionHandler(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, _: Any, batch_idx: int) -> None:
         """Stop or save before a step, because the previous step and its validation are then logged."""
         self._stop_if_requested(trainer, should_save=True)
-        for one in trainer.checkpoint_callbacks:
-            if isinstance(one, LastCheckpoint):
-                one.save_if_due(trainer)
+        for one in _last_checkpoints(trainer):
+            one.save_if_due(trainer)
 
     def on_test_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any, **__: Any) -> None:
         data = trainer.datamodule
@@ -73,14 +72,27 @@ class PreemptionHandler(L.Callback):
         if not signal_number or (is_resize and not should_save):  # more ranks would begin a test again
             return
         if should_save:
-            trainer.save_checkpoint(self.folder / CHECKPOINTS / LAST, weights_only=False)
+            self._save(trainer)
         signals.drop_lost_readers()
         if trainer.is_global_zero:
             if not is_resize:  # of which the launcher prints a line
-                _log.info(stop_message(signal_number, self.folder, f" at step {trained_steps(trainer)}"))
-            reason = "resized" if is_resize else Signals(signal_number).name
-            append_event(self.folder, "stopped", trained_steps(trainer), reason)
+                place = f" at step {trained_steps(trainer)}" if should_save else ""
+                _log.info(stop_message(signal_number, self.folder, place))
+            if should_save:  # the end of an evaluation is recorded by whoever has recorded its start
+                reason = "resized" if is_resize else Signals(signal_number).name
+                append_event(self.folder, "stopped", trained_steps(trainer), reason)
         raise signals.Stopped(signal_number)
+
+    def _save(self, trainer: L.Trainer) -> None:
+        """Save `last.ckpt`, also in a run that keeps no checkpoints."""
+        for one in _last_checkpoints(trainer):
+            one.save(trainer)
+        if not _last_checkpoints(trainer):
+            trainer.save_checkpoint(self.folder / CHECKPOINTS / LAST, weights_only=False)
+
+
+def _last_checkpoints(trainer: L.Trainer) -> list[LastCheckpoint]:
+    return [one for one in trainer.checkpoint_callbacks if isinstance(one, LastCheckpoint)]
 
 
 class Watchdog(L.Callback):

@@ -40,19 +40,19 @@ from onecurve.process.rank import log_script, resolve_devices, shorten_user_erro
 from onecurve.process.signals import ended_here
 from onecurve.random.dropout import use_sample_dropout
 from onecurve.random.hashing import hash_ints
-from onecurve.random.random_numbers import RandomNumbers
 from onecurve.random.seeding import AFTER_STAGE, seed_generators
+from onecurve.random.step_seeds import RandomNumbers
 from onecurve.records.events import recorded_fit
 from onecurve.run import arguments
 from onecurve.run.attributes import Attributes
 from onecurve.run.bit_exact import BitExactness
-from onecurve.run.checkpoint import LastCheckpoint, LateSaves, check_overwrites_nothing, find_checkpoint, monitoring
 from onecurve.run.known_errors import translated_errors
 from onecurve.run.metric_states import MetricStates, MetricSync, VirtualMetrics
 from onecurve.run.recorder import RunRecorder
+from onecurve.run.saving import LastCheckpoint, LateSaves, check_overwrites_nothing, find_checkpoint, monitoring
 from onecurve.run.script import describe_script
 from onecurve.run.stopping import PreemptionHandler, Watchdog
-from onecurve.run.training_loop import LoopChanges, patch_trainer
+from onecurve.run.training_loop import LoopChanges, use_own_loop_parts
 
 _log = logging.getLogger(__name__)
 _FOLDER = "onecurve_logs"  # of a run without `default_root_dir`, beside Lightning's lightning_logs
@@ -168,7 +168,7 @@ class Trainer(L.Trainer):
             enable_autolog_hparams=False,
             **kwargs,
         )
-        patch_trainer(self)
+        use_own_loop_parts(self)
         if accelerator == "cpu":
             tune_malloc()
 

@@ -24,7 +24,7 @@ from onecurve.run.step import StepInParts
 _BATCH_HOOKS = [name for name in vars(L.Callback) if name.startswith(("on_before", "on_after")) or "_batch_" in name]
 
 
-def patch_trainer(trainer: L.Trainer) -> None:
+def use_own_loop_parts(trainer: L.Trainer) -> None:
     """Give a trainer this library's step, logged values, log points and loading of checkpoints.
 
     Step and logging are in `onecurve/run/step.py` and `onecurve/run/logged_values.py`. Before Lightning loads a

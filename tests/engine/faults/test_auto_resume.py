@@ -10,7 +10,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from onecurve.config.folder import newest_checkpoint, run_folder, unique_name
+from onecurve.checkpoint.newest import newest_checkpoint
+from onecurve.config.folder import run_folder, unique_name
 from onecurve.records.events import read_events
 from onecurve.records.files import CONFIG
 from tests.support.commands import PARITY, TINY, error_line, run_here, slurm_task, steps

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onecurve.config.folder import newest_checkpoint
+from onecurve.checkpoint.newest import newest_checkpoint
 from tests.support.commands import PARITY, TWO, callback, ranks, start, wait_for_exit, wait_until
 from tests.support.comparison import check_last_checkpoints, check_same_rows
 from tests.support.pool import Pool

@@ -168,7 +168,7 @@ def test_a_continued_run_that_ends_within_an_epoch_has_the_position_of_the_unint
 ) -> None:
     """Lightning counts the epochs of a continued run differently."""
     within = [*small, *SHORT_RUN, *TASK, *SMALL_MLP, f"trainer.max_steps={SHORT_EPOCH + 2}"]
-    save = [f"+callbacks.kept={{_target_: onecurve.run.checkpoint.LastCheckpoint, dirpath: {folder}/saved}}"]
+    save = [f"+callbacks.kept={{_target_: onecurve.run.saving.LastCheckpoint, dirpath: {folder}/saved}}"]
     positions = []
     for path in (None, f"{folder}/died.ckpt"):
         if path:

@@ -90,6 +90,6 @@ def saved_at_by_own_clock(cfg: Any) -> list[int]:
     """Return the steps at which this rank saves, by a clock that advances 16 seconds a step, or 23 on rank one."""
     saves, clock = Saves(), Mock()
     clock.monotonic.side_effect = lambda: (16 + 7 * dist.get_rank()) * saves.begun
-    with patch("onecurve.run.checkpoint.time", clock):
+    with patch("onecurve.run.saving.time", clock):
         fit(cfg, saves)
     return saves.steps

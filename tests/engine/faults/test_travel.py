@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onecurve.checkpoint.io import AtomicCheckpointIO
-from onecurve.config.folder import newest_checkpoint
+from onecurve.checkpoint.newest import newest_checkpoint
 from onecurve.config.resolve import runs_in_single_process
 from onecurve.errors import UserError
 from tests.support.commands import run_here

@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 
-from onecurve.process.fork_server import PRELOADED, end_as_interpreter, start_fork_server
+from onecurve.process.fork_server import PRELOADED, register_end_of_interpreter, start_fork_server
 from onecurve.process.rank import usable_cores
 from onecurve.process.started_by import take_environment
 from tests.support.commands import TINY, TWO, run_here
@@ -117,7 +117,7 @@ def test_ranks_have_the_present_cores_of_their_launcher(small: list[str], folder
 
 
 def leave_an_idle_thread() -> None:
-    end_as_interpreter()
+    register_end_of_interpreter()
     pool = ThreadPoolExecutor(1)
     pool.submit(int).result()
     atexit.register(pool.shutdown)  # so that the pool lives as long as the process

@@ -152,7 +152,7 @@ def test_numbers_of_a_progress_bar_are_not_saved(folder: Path) -> None:
 
 def test_last_checkpoint_is_saved_before_callbacks_begin_the_next_step(folder: Path) -> None:
     whole = fit(compose(folder / "whole", *OWN))
-    last = f"{{_target_: onecurve.run.checkpoint.LastCheckpoint, dirpath: {folder}/saved, every_n_train_steps: 6}}"
+    last = f"{{_target_: onecurve.run.saving.LastCheckpoint, dirpath: {folder}/saved, every_n_train_steps: 6}}"
     die(compose(folder / "run", *OWN, f"+callbacks.last={last}"), "on_train_batch_start", 7)
     resumed = fit(compose(folder / "run", *OWN, f"ckpt_path={folder}/saved/last.ckpt"))
     assert all(relative(resumed.final[name], value) < TOLERANCE for name, value in whole.final.items())

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import onecurve
-from onecurve.config.folder import newest_checkpoint
+from onecurve.checkpoint.newest import newest_checkpoint
 from onecurve.errors import UserError
-from onecurve.run.checkpoint import LastCheckpoint
+from onecurve.run.saving import LastCheckpoint
 
 
 class Taught(BoringModel):

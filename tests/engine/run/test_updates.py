@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import onecurve
 from onecurve.errors import UserError
-from onecurve.run.checkpoint import LastCheckpoint
+from onecurve.run.saving import LastCheckpoint
 from tests.support.pool import Pool, RankFailed
 
 

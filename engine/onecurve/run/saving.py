@@ -14,9 +14,9 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from onecurve.checkpoint.io import read_checkpoint
+from onecurve.checkpoint.newest import newest_checkpoint
 from onecurve.checkpoint.resumption import has_plateau_of_steps
 from onecurve.checkpoint.run_files import CHECKPOINTS, LAST, checkpoint_file
-from onecurve.config.folder import newest_checkpoint
 from onecurve.errors import UserError
 from onecurve.observe.steps import RankConsensus, trained_steps
 
@@ -70,19 +70,21 @@ class LastCheckpoint(Checkpoint):
             is_over = time.monotonic() - self._saved_at >= self._time_interval
             should_save = bool(self._consensus.poll(trainer, lambda: is_over)) or should_save
         if should_save:
-            self._save(trainer)
+            self._save_once(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         epochs = trainer.current_epoch + 1
         has_all_steps = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
         is_last = trainer.should_stop or has_all_steps or epochs == trainer.max_epochs
         if is_last or (self._epoch_interval and epochs % self._epoch_interval == 0):
-            self._save(trainer)
+            self._save_once(trainer)
 
-    def _save(self, trainer: L.Trainer) -> None:
-        """Save, unless this step is saved already. Every rank must call it."""
-        if trained_steps(trainer) == self._saved_step:
-            return
+    def _save_once(self, trainer: L.Trainer) -> None:
+        if trained_steps(trainer) != self._saved_step:
+            self.save(trainer)
+
+    def save(self, trainer: L.Trainer) -> None:
+        """Save, and tell the loggers. Every rank must call it."""
         trainer.save_checkpoint(self.best_model_path, weights_only=False)
         self._saved_step, self._saved_at = trained_steps(trainer), time.monotonic()
         if trainer.is_global_zero:
