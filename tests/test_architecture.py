@@ -107,7 +107,8 @@ def test_few_places_load_what_a_run_can_do_without() -> None:
     core = [file for file in ENGINE.rglob("*.py") if "extras" not in file.parts]
     loading = {_module(file) for file in core if any(name.startswith("onecurve.extras.") for name in _imports(file))}
     assert loading == {
-        f"onecurve.{name}" for name in ("application", "launch.external", "launch.outcome", "launch.start")
+        f"onecurve.{name}"
+        for name in ("application", "launch.external", "launch.outcome", "launch.restarts", "launch.start")
     }
 
 

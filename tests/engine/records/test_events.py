@@ -126,6 +126,7 @@ def test_a_new_run_was_not_killed(tmp_path: Path) -> None:
         ("step,epoch,loss,test/loss\n9,0,1.5,\n20,0,1.5,1.0\n", 21),
         ("step,epoch,loss,test_class/cat\n9,0,1.5,\n10,0,,1.0\n", 10),
         ("step,epoch,lr\n9,0,\n", None),
+        ("step,epoch,step_loss\n9,0,1.5\n", 10),
         ("step,epoch,test/acc,val/acc\n9,0,0.5,0.5\n", 10),
     ],
 )

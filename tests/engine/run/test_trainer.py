@@ -46,7 +46,8 @@ import onecurve
 from onecurve.data import rank_loader
 from onecurve.errors import UserError
 from onecurve.identity.option_kinds import experiment_options
-from onecurve.records.events import read_events
+from onecurve.observe.csv import CSVLogger
+from onecurve.records.events import append_event, read_events
 from onecurve.run.script import _describe_options
 from tests.support.commands import ROOT
 from tests.support.comparison import check_last_checkpoints
@@ -852,8 +853,9 @@ class Interrupted(L.Callback):
 def test_a_notebook_goes_on_after_an_interrupt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), mock.patch.object(CSVLogger, "after_save_checkpoint") as after_save:
         trainer(folder, callbacks=[Interrupted()]).fit(Boring(), loader())
+    after_save.assert_called_once()  # a logger syncs its rows, or uploads the file
     assert signal.getsignal(signal.SIGINT) == handler
     again = trainer(folder)
     again.fit(Boring(), loader(), ckpt_path="last")
@@ -870,9 +872,12 @@ class InterruptedValidation(L.Callback):
 def test_an_interrupt_ends_a_validation_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     one = trainer(folder, callbacks=[InterruptedValidation()])
+    folder.mkdir()
+    append_event(folder, "start", 0)  # by another process, which trains there
     with pytest.raises(KeyboardInterrupt):
         one.validate(Boring(), loader(512))
     assert one.validate_loop.batch_progress.total.ready < 64
+    assert [event["event"] for event in read_events(folder)] == ["start"]
 
 
 def test_a_trainer_that_fits_again_compares_the_buffers_of_this_fit(folder: Path) -> None:
