@@ -17,7 +17,7 @@ def run(cfg: DictConfig) -> "onecurve.Trainer":
     """Build trainer, module and data, then fit, test and predict, on one rank of the run."""
     trainer = onecurve.build_trainer(cfg)  # a lightning.Trainer; it seeds the generators of the initial weights
     module = onecurve.build_module(cfg, trainer)  # the LightningModule of conf/module
-    data = onecurve.build(cfg.data)  # the LightningDataModule of conf/data
+    data = onecurve.build(cfg.data)  # the LightningDataModule of conf/data; the trainer divides its batches among ranks
 
     # Steps before training go here: every rank must take them.
     if cfg.fit:
@@ -31,7 +31,8 @@ def run(cfg: DictConfig) -> "onecurve.Trainer":
     if cfg.predict:
         trainer.predict(module, datamodule=data, ckpt_path=weights, return_predictions=False)
 
-    # Steps after it go here, such as an export: `if trainer.is_global_zero:` takes them on rank zero alone.
+    # Steps after it go here, such as an export: `if trainer.is_global_zero:` takes them on rank zero alone. What must
+    # follow an error or a signal too belongs in `try: ... finally:` around the steps above.
     return trainer
 
 

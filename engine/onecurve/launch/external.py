@@ -24,7 +24,7 @@ _TIMEOUT = timedelta(minutes=10)  # for the slowest node to start
 
 
 def plan_strategy(cfg: DictConfig) -> None:
-    """Replace `strategy=best`."""
+    """Replace `strategy=best`, also of a run that torchrun or SLURM did not start."""
     from onecurve.extras.plan.plan import choose_strategy  # late: a run without it needs no plans, nor Lightning yet
 
     choose_strategy(cfg)

@@ -1,4 +1,9 @@
-"""Steps at which training metrics are logged, and decisions that all ranks take at the same step."""
+"""Steps at which training metrics are logged, and decisions that all ranks take at the same step.
+
+There are several counts of steps: `trained_steps` here is that of the run; `trainer.global_step` counts the steps of
+each optimizer; `steps_of_loggers` of `patches/lightning_loops.py` is the step at which Lightning logs, also a test; and
+`logged_steps` of `records/events.py` is read from metrics.csv, without a trainer.
+"""
 
 import time
 from collections.abc import Callable
@@ -11,10 +16,7 @@ _MAX_INTERVAL = 200  # steps between two polls; a larger number would delay a po
 
 
 def trained_steps(trainer: L.Trainer) -> int:
-    """Return the number of steps that the run has trained; `global_step` counts those of each optimizer.
-
-    In a process that only evaluates it is zero. The step at which loggers log is `steps_of_loggers`.
-    """
+    """Return the number of steps that the run has trained; zero in a process that only evaluates."""
     return trainer.fit_loop.epoch_loop.batch_progress.total.processed
 
 

@@ -59,7 +59,7 @@ def run_experiment(cfg: DictConfig, keep_trainer: Callable[[Trainer], None] | No
 
 
 def assemble(cfg: DictConfig) -> tuple[Trainer, L.LightningModule, OrderedData]:
-    """Build the trainer, the module with its initial weights, and the data in its order: the same on every rank."""
+    """Build what `run` of train.py does, for plans, `doctor=true` and the dry run, without its stages."""
     trainer = build_trainer(cfg)
     return trainer, build_module(cfg, trainer), trainer.ordered_data(build(cfg.data))
 

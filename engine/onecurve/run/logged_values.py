@@ -174,7 +174,7 @@ class LoggedValues(Results):
         self._trainer, self.virtual = trainer, trainer.virtual_metrics
         self.dtype = torch.float64 if trainer.precision == "64-true" else torch.float32
         self._pass_log: PassLog | None = None
-        self.num_samples = 0  # of this rank in the step
+        self.num_samples = 0  # of this rank in the step; `StepInParts` sets it and the next
         self.rank_weight = 1.0  # their number, relative to the mean of the ranks
         self._warned = set[str]()
         self._group: Any = None  # of the ranks that share the samples, in the stage of the values

@@ -207,7 +207,10 @@ def check_overwrites_nothing(trainer: L.Trainer, path: str | None) -> None:
 
 
 def find_checkpoint(trainer: L.Trainer, ckpt_path: str | Path | None) -> str | None:
-    """Return the file that `ckpt_path` names, of a folder the newest complete one; None for `last` without any."""
+    """Return the file that `ckpt_path` names, of a folder the newest complete one; None for `last` without any.
+
+    `config/resolve.py` has resolved that of train.py already.
+    """
     if ckpt_path == "best":
         return best_checkpoint(trainer)
     folder = Path(trainer.default_root_dir)

@@ -50,7 +50,8 @@ def _skip_empty_hooks(callbacks: Iterable[L.Callback]) -> None:
 class _PreparingConnector(CheckpointConnector):
     """Prepares layers that a module makes in `setup` or `configure_model`, as `Trainer.prepare_module` the others.
 
-    No hook of Lightning comes between these and the strategy, which wraps the module. (trainer/trainer.py, line 1041)
+    No hook of Lightning comes between these and the strategy, which wraps the module. It calls `resume_start` in each
+    stage, without a checkpoint too (trainer/trainer.py, line 1041).
     """
 
     def resume_start(self, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
