@@ -14,7 +14,7 @@ from onecurve.config import command_line
 from onecurve.config.command_line import complete_overrides
 from onecurve.errors import UserError
 from onecurve.records.files import CONFIG
-from onecurve.run import checkpoint as checkpoint_file
+from onecurve.run import saving
 from onecurve.run.experiment import run_experiment
 from tests.support.commands import run_here
 from tests.support.experiments import SHORT, SHORT_EPOCH
@@ -90,5 +90,5 @@ def test_ranks_test_the_checkpoint_of_rank_zero(
     strategy = SimpleNamespace(broadcast=lambda _: "acc0.4.ckpt", reduce_boolean_decision=lambda equal: equal)
     trainer: Any = SimpleNamespace(checkpoint_callbacks=[callback], strategy=strategy)
     monkeypatch.setattr(checkpoint_file.dist, "is_initialized", lambda: True)
-    assert checkpoint_file.best_checkpoint(trainer) == "acc0.4.ckpt"
+    assert saving.best_checkpoint(trainer) == "acc0.4.ckpt"
     assert "val/acc differs between the ranks, and rank zero's is taken: log it with sync_dist=True" in caplog.text
