@@ -89,6 +89,6 @@ def test_ranks_test_the_checkpoint_of_rank_zero(
     callback: Any = SimpleNamespace(monitor="val/acc", best_model_path="acc0.5.ckpt")
     strategy = SimpleNamespace(broadcast=lambda _: "acc0.4.ckpt", reduce_boolean_decision=lambda equal: equal)
     trainer: Any = SimpleNamespace(checkpoint_callbacks=[callback], strategy=strategy)
-    monkeypatch.setattr(checkpoint_file.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(saving.dist, "is_initialized", lambda: True)
     assert saving.best_checkpoint(trainer) == "acc0.4.ckpt"
     assert "val/acc differs between the ranks, and rank zero's is taken: log it with sync_dist=True" in caplog.text
