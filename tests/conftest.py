@@ -58,7 +58,7 @@ def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
         release_memory()
     if dist.is_initialized():
         dist.destroy_process_group()
-    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "PL_GLOBAL_SEED"):
         os.environ.pop(name, None)
 
 
