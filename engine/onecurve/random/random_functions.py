@@ -128,12 +128,12 @@ class SampleRandom:
             raise self.refusal(_OTHERS)
 
     def refusal(self, name: str) -> UserError:
+        functions = ", ".join(f"{owner.__name__}.{function}" for owner, function in _FUNCTIONS)
         return UserError(
-            f"{name} draws numbers that would depend on the number of ranks and micro-batches: use "
-            f"nn.Dropout, F.dropout, torch.randn_like or torch.rand_like on tensors with a row for each sample "
-            f"({len(self.keys)} here), "
-            "or set bit_exact=true, with which any function draws for each virtual rank (not in a pipeline, "
-            "nor with manual optimization)"
+            f"{name} draws numbers that would depend on the number of ranks and micro-batches: use nn.Dropout, "
+            f"{functions.replace(F.__name__, 'F')} on tensors with a row for each sample ({len(self.keys)} here), or "
+            "set bit_exact=true, with which any function draws for each virtual rank (not in a pipeline, nor with "
+            "manual optimization)"
         )
 
 
@@ -226,7 +226,7 @@ def _multi_head_attention(query: Tensor, *args: Any, **kwargs: Any) -> Any:
         return _MULTI_HEAD_ATTENTION(query, *args, **kwargs)
 
 
-_FUNCTIONS: dict[tuple[Any, str], Any] = {  # `refusal` names them, too
+_FUNCTIONS: dict[tuple[Any, str], Any] = {
     **{(F, name): _dropout_of(name) for name in ("dropout", "dropout1d", "dropout2d", "dropout3d")},
     (F, "scaled_dot_product_attention"): _attention,
     (F, "multi_head_attention_forward"): _multi_head_attention,
