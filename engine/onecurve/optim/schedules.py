@@ -78,7 +78,7 @@ def lr_multiplier(schedule: Schedule, group: dict[str, Any], step: int, steps: i
 def scheduler_config(optimizer: Optimizer, schedule: Schedule | TorchSchedule, steps: int) -> dict[str, Any]:
     """Return the scheduler for a run of so many steps, in the form of Lightning's `configure_optimizers`."""
     if not isinstance(schedule, TorchSchedule):
-        is_own = isinstance(schedule, partial) and schedule.func in (cosine, one_cycle, constant, multi_step)
+        is_own = isinstance(schedule, partial) and schedule.func.__module__ == __name__
         warmup = schedule.keywords.get("warmup", 0) if is_own else 0
         if not 0 <= warmup <= 1:
             raise UserError(f"scheduler.warmup={warmup}: give the fraction of the run, between 0 and 1")
