@@ -16,7 +16,7 @@ from onecurve.records.files import METRICS, append_json_line, read_json_lines
 _log = logging.getLogger(__name__)
 _FILE = "events.jsonl"
 STARTS = ("start", "resume")
-ENDS = ("stopped", "failed", "killed", "finished")  # `_STATUS` of extras/report/run_page.py has a color for each
+ENDS = {"finished": "good", "stopped": "warn", "failed": "bad", "killed": "bad"}  # and their colors on pages
 
 
 def append_event(

@@ -15,13 +15,6 @@ from onecurve.extras.report.run_folder import Curve, RunFolder
 from onecurve.records.events import ENDS, STARTS
 
 REPORT = "report.html"
-_STATUS = {
-    "finished": ("good", "finished"),
-    "stopped": ("warn", "stopped by a signal"),
-    "failed": ("bad", "failed"),
-    "killed": ("bad", "killed"),
-    "": ("", "no end recorded"),
-}
 _MOST_CURVES = 10  # of a chart; the accuracies of a hundred classes are in the section of the evaluation
 _SPLIT_NAMES = {"test": "Test", "val": "Validation"}
 _HEAT = [[stop, f"var(--heat{index})"] for index, stop in enumerate((0, 0.08, 0.35, 0.7, 1))]
@@ -56,12 +49,11 @@ def write_run_page(folder: Path, scripts: Path | None) -> Path:
 
 def _lead(run: RunFolder) -> Markup:
     """Return the run's end, its hardware and its key figures."""
-    color, status = _STATUS[run.status]
     device = run.started.get("device") or run.config.get("trainer.accelerator")
     processes = f"{run.world_size} process{'es' if run.world_size > 1 else ''}" if run.world_size else ""
     hardware = " · ".join(str(fact) for fact in (run.strategy, processes, device) if fact)
-    reason = run.ended.get("reason") if run.status in ("failed", "killed", "stopped") else ""
-    return macros("run").lead(color, status, hardware, reason, list(_key_figures(run)))
+    color, status = ENDS.get(run.status, ""), run.status or "no end recorded"
+    return macros("run").lead(color, status, hardware, run.ended.get("reason"), list(_key_figures(run)))
 
 
 def _key_figures(run: RunFolder) -> Iterable[tuple[str, str, str]]:

@@ -10,9 +10,9 @@ from onecurve.extras.report.metric_charts import downsample, style_value_axis
 from onecurve.extras.report.page import Section, chart, duration_text, macros, new_figure, number, parts, write_page
 from onecurve.extras.report.run_folder import read_metrics
 from onecurve.extras.report.run_page import REPORT
+from onecurve.records.events import ENDS
 from onecurve.records.files import METRICS
 
-_COLORS = {"finished": "good", "failed": "bad", "killed": "bad", "stopped": "warn"}
 _SHOWN = ("val/acc", "test/acc", "train/loss")  # metrics that the table shows besides the optimized one
 _CURVE_POINTS = 200  # buckets of the curve of a job
 
@@ -35,7 +35,7 @@ def _lead(sweep: Sweep) -> Markup:
     sentence = f"All jobs took {duration_text(sum(job.seconds for job in sweep.jobs.values()))}."
     if ranked := sweep.ranked:
         sentence += f" The best is job {ranked[-1]} with {sweep.metric} {number(sweep.jobs[ranked[-1]].result)}."
-    return macros("sweep").lead(statuses, _COLORS, sentence)
+    return macros("sweep").lead(statuses, ENDS, sentence)
 
 
 def _job_table(sweep: Sweep) -> Markup:
@@ -48,7 +48,7 @@ def _job_table(sweep: Sweep) -> Markup:
             job.result,
             *(job.metrics.get(name) for name in metrics),
             round(job.seconds, 1),
-            page.status(_COLORS.get(job.end, ""), job.end),
+            page.status(ENDS.get(job.end, ""), job.end),
         ]
         for (name, job), overrides in zip(sweep.jobs.items(), sweep.overrides, strict=True)
     ]
