@@ -12,7 +12,7 @@ import yaml
 from lightning.pytorch.loggers.logger import DummyExperiment, Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from onecurve.records.files import CONFIG, METRICS, atomic_write
+from onecurve.records.files import CONFIG, METRICS, atomic_write, is_of_test
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class CSVLogger(Logger):
         place = next((number for number in range(len(rows), 0, -1) if rows[number - 1]["step"] <= step), 0)
         earlier = rows[place - 1] if place else {"step": -1}
         # A second test of a step, such as that of other data, has a row of its own.
-        tests = [name for name in metrics if name.startswith("test")]
+        tests = filter(is_of_test, metrics)
         is_new = earlier["step"] != step or any(str(earlier.get(name, row[name])) != str(row[name]) for name in tests)
         is_current = self.file.exists() and not (self._lacks_rows or self._has_cut_rows)
         can_append = is_new and place == len(rows) and is_current and set(row) <= set(self._columns)

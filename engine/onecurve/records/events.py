@@ -11,7 +11,7 @@ from typing import Any
 
 from onecurve.errors import UserError
 from onecurve.process.signals import RESIZE, Stopped
-from onecurve.records.files import METRICS, append_json_line, read_json_lines
+from onecurve.records.files import METRICS, append_json_line, is_of_test, read_json_lines
 
 _log = logging.getLogger(__name__)
 _FILE = "events.jsonl"
@@ -90,15 +90,11 @@ def recorded_fit(run_dir: str | Path) -> Iterator[None]:
     append_end(run_dir, "finished", None)
 
 
-def _is_of_others(column: str) -> bool:
-    return column in ("step", "epoch") or column.startswith("test")
-
-
 def logged_steps(run_dir: str | Path) -> int | None:
     """Return the number of optimizer steps up to the last complete row of metrics.csv, or None."""
     file = Path(run_dir) / METRICS
     lines = file.read_text().split("\n")[:-1] if file.exists() else []  # without one that a kill has cut
     # A test's row counts all steps, as no other does. Other rows are known by any value, as plain modules name theirs.
     rows = [row for row in csv.DictReader(lines) if row["step"]]
-    rows = [row for row in rows if any(row[key] for key in row if not _is_of_others(key))]
+    rows = [row for row in rows if any(row[key] for key in row if key not in ("step", "epoch") and not is_of_test(key))]
     return int(rows[-1]["step"]) + 1 if rows else None

@@ -16,6 +16,11 @@ CONFIG, METRICS = "config.yaml", "metrics.csv"  # of a run folder
 _LOCKS = Path("/tmp")  # the same for all processes of a machine, whatever their TMPDIR
 
 
+def is_of_test(column: str) -> bool:
+    """Return whether a column of metrics.csv is of a test: its rows count all steps, and a second test has its own."""
+    return column.startswith("test")
+
+
 def named_lock(name: str) -> FileLock:
     """Return a lock between the processes of one user on one machine, which ends with the process that holds it.
 
