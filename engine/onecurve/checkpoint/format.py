@@ -9,17 +9,19 @@ except PackageNotFoundError:  # a copy of the source that is not installed
 
 VERSION_KEY = "onecurve"  # the key of the version in checkpoints, config.yaml, job.json and the starts in events.jsonl
 
-# The keys of a checkpoint, by the file that adds them. If each rank has a part of a value,
-# `_merge_ranks` of parallel/sharded_state.py merges them; tensors by the name of a weight need `WEIGHTS` of sharded.py.
-CHECKPOINT_KEYS: dict[str, dict[str, str]] = {
+# How the parts of the ranks become one value: tensors by the name of a weight; states of optimizers; other values by
+# name, of which those of the first rank that has them stay. `_merge_ranks` of parallel/sharded_state.py does so.
+BY_WEIGHT, STATES, UNION = "by weight", "states", "union"
+# The keys of a checkpoint, by the file that adds them: what each is, and how it is merged if each rank has a part.
+CHECKPOINT_KEYS: dict[str, dict[str, str | tuple[str, str]]] = {
     "Lightning": {
         "epoch": "epochs that have begun; `position` counts",
         "global_step": "optimizer steps, of all optimizers",
         "pytorch-lightning_version": "version of Lightning",
-        "state_dict": "weights and buffers of the module by name; the average of callbacks=ema, if there is one",
+        "state_dict": ("weights and buffers of the module; the average of callbacks=ema, if there is one", BY_WEIGHT),
         "loops": "counters of Lightning's loops, which `position` replaces on resuming",
         "callbacks": "states of the callbacks",
-        "optimizer_states": "states by the name of the parameter; a list, one for each optimizer",
+        "optimizer_states": ("states by the name of the parameter; a list, one for each optimizer", STATES),
         "lr_schedulers": "states of the schedulers",
         "hyper_parameters": "of a module that has `save_hyperparameters`",
         "hparams_name": "name of its argument that takes them",
@@ -38,16 +40,13 @@ CHECKPOINT_KEYS: dict[str, dict[str, str]] = {
     "checkpoint/resumption.py": {
         "position": "epoch, steps trained in it, steps of the run, states of streams; whether a step is incomplete",
         "has_begun_epoch": "whether the hooks of the start of the epoch have run",
-        "requires_grad": "weights that were frozen or unfrozen during training",
+        "requires_grad": ("weights that were frozen or unfrozen during training", UNION),
     },
-    "run/training_loop.py": {
-        "plateau_is_behind": "whether ReduceLROnPlateau has not had its step of the epoch that has ended",
-    },
-    "run/attributes.py": {
-        "attributes": "numbers and tensors that training has changed in attributes of modules and callbacks, by name",
-    },
+    "run/training_loop.py": {"plateau_is_behind": "whether ReduceLROnPlateau has not had its step of the ended epoch"},
+    "run/attributes.py": {"attributes": ("numbers and tensors of modules and callbacks that training changed", UNION)},
     "run/metric_states.py": {"metric_states": "what metrics have accumulated"},
-    "run/ema.py": {"training_state_dict": "weights in training, where `state_dict` is their average"},
-    "checkpoint/sharded.py": {"shards": "name of the folder with each rank's part; set in parallel/sharded_state.py"},
+    "run/ema.py": {"training_state_dict": ("weights in training, where `state_dict` is their average", BY_WEIGHT)},
+    "checkpoint/sharded.py": {"shards": "name of the folder with each rank's part"},
     "src/models/classifier.py": {"scheduler": "class of the scheduler, which a continued run compares"},
 }
+MERGED = {key: entry[1] for keys in CHECKPOINT_KEYS.values() for key, entry in keys.items() if isinstance(entry, tuple)}

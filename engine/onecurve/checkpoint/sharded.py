@@ -18,12 +18,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from onecurve.checkpoint.format import BY_WEIGHT, MERGED
 from onecurve.checkpoint.optimizer_state import indices_by_name
 from onecurve.network.tensors import with_versions
 from onecurve.patches.torch import tree_map_only
 
 SHARDS = "shards"
-WEIGHTS = ("state_dict", "training_state_dict")  # `onecurve/run/ema.py` adds the second
+_WEIGHTS = [key for key, kind in MERGED.items() if kind == BY_WEIGHT]
 
 
 def new_folder(file: Path) -> Path:
@@ -31,12 +32,14 @@ def new_folder(file: Path) -> Path:
     return file.with_name(f"{file.stem}.{secrets.token_hex(4)}.{SHARDS}")
 
 
-def save_shards(checkpoint: dict[str, Any], folder: Path) -> None:
-    """Write the tensors of a checkpoint; each rank writes its own. Every rank must call it."""
+def save_shards(checkpoint: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Write the tensors of a checkpoint, each rank its own; return what the file has. Every rank must call it."""
     try:
         dcp.save(_tensors_by_name(checkpoint), checkpoint_id=folder, no_dist=not dist.is_initialized())
     except dcp.CheckpointException as error:
         raise _rank_error(error) from error
+    shapes = map_tensors(checkpoint, lambda full: torch.empty(full.shape, dtype=full.dtype, device="meta"))
+    return shapes | {SHARDS: folder.name}
 
 
 def load_full(checkpoint: dict[str, Any], file: Path) -> dict[str, Any]:
@@ -103,7 +106,7 @@ def _folder_name(file: Path) -> str | None:
 def map_tensors(checkpoint: dict[str, Any], function: Callable[[Tensor], Any]) -> dict[str, Any]:
     """Return the checkpoint with `function(tensor)` in place of each tensor of weights and optimizers."""
     mapped = dict(checkpoint)
-    for section in WEIGHTS:
+    for section in _WEIGHTS:
         if section in checkpoint:
             tensors = tree_map_only(Tensor, function, dict(checkpoint[section]))
             mapped[section] = with_versions(tensors, checkpoint[section])
@@ -120,7 +123,7 @@ def _tensors_by_name(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
 
     The name of a moment contains that of its parameter, whose index differs between ranks.
     """
-    values = {f"{section}.{name}": value for section in WEIGHTS for name, value in checkpoint.get(section, {}).items()}
+    values = {f"{section}.{name}": value for section in _WEIGHTS for name, value in checkpoint.get(section, {}).items()}
     for number, state in enumerate(checkpoint.get("optimizer_states", [])):
         for name, index in indices_by_name(state).items():
             moments = state["state"].get(index, {})

@@ -1,17 +1,18 @@
 """Portable checkpoints: full tensors by parameter name, independent of what each rank holds in memory."""
 
 from abc import abstractmethod
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
-import torch
 from lightning.pytorch.strategies.strategy import Strategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from onecurve.checkpoint import sharded
+from onecurve.checkpoint.format import BY_WEIGHT, MERGED, STATES
 from onecurve.checkpoint.io import read_checkpoint, write_error
 from onecurve.checkpoint.optimizer_state import merge, shard_like
 from onecurve.network.tensors import to_full_tensor, with_versions
@@ -98,11 +99,9 @@ class ShardedStateStrategy(ModelParallelStrategy):
         if self.sharded_checkpoints:
             folder = self.broadcast(sharded.new_folder(Path(filepath)))
             try:
-                sharded.save_shards(checkpoint, folder)
+                checkpoint = sharded.save_shards(checkpoint, folder)
             except OSError as error:  # every rank gets the error of the rank that failed
                 raise write_error(Path(filepath), error) from error
-            shapes = sharded.map_tensors(checkpoint, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"))
-            checkpoint = shapes | {sharded.SHARDS: folder.name}
         else:
             checkpoint = sharded.map_tensors(checkpoint, self._to_full_tensor)
         super().save_checkpoint(self._merge_ranks(checkpoint), filepath, storage_options)
@@ -115,17 +114,13 @@ class ShardedStateStrategy(ModelParallelStrategy):
     def _merge_ranks(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return the checkpoint of the full network, on rank zero; every rank must call it."""
         merged = dict(checkpoint)
-        for section in sharded.WEIGHTS:
-            if section in checkpoint:
-                merged[section] = with_versions(self._gather_by_name(checkpoint[section]), self._full)
-        if "requires_grad" in checkpoint:
-            merged["requires_grad"] = self._gather_by_name(checkpoint["requires_grad"])
-        if "attributes" in checkpoint:  # those of the layers of other stages; of a shared one rank zero's
-            parts = self.gather_state(checkpoint["attributes"])
-            merged["attributes"] = {name: value for part in reversed(parts) for name, value in part.items()}
-        if "optimizer_states" in checkpoint:
-            states = [self.gather_state(state) for state in checkpoint["optimizer_states"]]
-            merged["optimizer_states"] = [merge(parts, list(self._full)) for parts in states]
+        for key, kind in MERGED.items():  # on every rank in the same order
+            if key in checkpoint and kind == BY_WEIGHT:
+                merged[key] = with_versions(self._gather_by_name(checkpoint[key]), self._full)
+            elif key in checkpoint and kind == STATES:
+                merged[key] = [merge(self.gather_state(state), list(self._full)) for state in checkpoint[key]]
+            elif key in checkpoint:
+                merged[key] = dict(ChainMap(*self.gather_state(checkpoint[key])))
         return merged
 
     def _gather_by_name(self, own: Mapping[str, Any]) -> dict[str, Any]:
