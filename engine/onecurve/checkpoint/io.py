@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from onecurve.checkpoint import sharded
 from onecurve.checkpoint.run_files import LAST, PREVIOUS
 from onecurve.errors import CheckpointUserError
+from onecurve.network.net import NET
 from onecurve.network.tensors import with_versions
 from onecurve.patches.torch import tree_map
 from onecurve.records.files import atomic_write
@@ -199,7 +200,7 @@ def load_initial_weights(module: nn.Module, path: str) -> None:
     """
     saved, own = read_weights(path, "init_from"), module.state_dict()
     if not saved.keys() & own.keys():
-        saved = {f"net.{name}": tensor for name, tensor in saved.items()}
+        saved = {f"{NET}.{name}": tensor for name, tensor in saved.items()}
     head = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)][-1:]
     shared = [name for name in own if name in saved and name.rpartition(".")[0] in head]
     fits = [name for name in shared if saved[name].shape[1:] == own[name].shape[1:]]

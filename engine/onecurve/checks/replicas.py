@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from onecurve.checkpoint.optimizer_state import group_name
 from onecurve.errors import UserError
 from onecurve.network.module_state import attributes
+from onecurve.network.net import network_of
 from onecurve.network.object_state import are_equal, is_dense
 from onecurve.network.tensors import to_local
 from onecurve.observe.steps import is_log_point, trained_steps
@@ -211,4 +212,4 @@ class BufferCheck(L.Callback):
 
 def _divided_buffers(trainer: L.Trainer, module: Any) -> dict[str, Tensor]:
     """Return the buffers of what each micro-batch calls, which in a pipeline is the network."""
-    return _buffers(module.net if trainer.datamodule.parallel.num_microbatches > 1 else module)
+    return _buffers(network_of(module) if trainer.datamodule.parallel.num_microbatches > 1 else module)

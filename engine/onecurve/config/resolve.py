@@ -18,15 +18,10 @@ from omegaconf.errors import InterpolationKeyError
 
 from onecurve.checkpoint.newest import newest_checkpoint
 from onecurve.checkpoint.run_files import checkpoint_file
-from onecurve.config.folder import (
-    CONF,
-    PROJECT,
-    RECIPES,
-    folder_of,
-    saved_config,
-)
+from onecurve.config.folder import CONF, PROJECT, RECIPES, folder_of, saved_config
 from onecurve.errors import UserError, as_typed, nearest_options
 from onecurve.identity.option_kinds import flatten_config
+from onecurve.network.net import NET
 from onecurve.process.rank import resolve_devices
 from onecurve.records.files import CONFIG
 from onecurve.targets import check_value, drop_replaced_options
@@ -244,7 +239,7 @@ def _set_runtime(cfg: DictConfig, hydra_cfg: Any) -> None:
     runtime.command = ["python", "train.py", *hydra_cfg.overrides.task]
     runtime.revision, runtime.modified = source_revision()
     choices, world_size = hydra_cfg.runtime.choices, device_count(cfg.trainer) * cfg.trainer.num_nodes
-    model = choices.get("model" if "net" in cfg.module else "module")  # a GAN has networks of its own
+    model = choices.get("model" if NET in cfg.module else "module")  # a GAN has networks of its own
     runtime.model = model or str(cfg.module._target_).rpartition(".")[2]
     is_auto = choices.strategy == "auto"
     runtime.strategy = ("ddp" if world_size > 1 else "single") if is_auto else choices.strategy

@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from onecurve.network.net import NET
 from onecurve.targets import default_options, locate
 
 HARDWARE = """
@@ -47,7 +48,7 @@ CONTINUABLE = """
 """.split()
 
 _COPIES = {  # nodes of conf/ that interpolate another one
-    "module.net.": "model.",
+    f"module.{NET}.": "model.",
     "module.optimizer.": "optimizer.",
     "module.schedule.": "scheduler.",
     "data.seed": "seed",

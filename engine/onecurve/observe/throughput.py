@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.utilities.throughput import get_available_flops, measure_flops
 from torch import Tensor, nn
 
+from onecurve.network.net import network_of
 from onecurve.observe.step_times import RecordedStep
 from onecurve.observe.steps import is_log_point, trained_steps
 from onecurve.observe.timeline import Timeline
@@ -61,9 +62,10 @@ class Throughput(L.Callback):
         data: Any = trainer.datamodule
         if stage == "fit" and trainer.is_global_zero:
             self._peak_flops = self.peak_tflops * 1e12 if self.peak_tflops else peak_flops(trainer, pl_module)
-            if getattr(pl_module, "takes_batch", False) and hasattr(pl_module, "loss") and hasattr(pl_module, "net"):
+            net = network_of(pl_module)
+            if net is not None and getattr(pl_module, "takes_batch", False) and hasattr(pl_module, "loss"):
                 sample = tree_leaves(data.example_batch(1)[0].batch)[0]
-                sample_flops = flops_per_sample(pl_module.net, sample.shape[1:])
+                sample_flops = flops_per_sample(net, sample.shape[1:])
                 self._step_flops = sample_flops * data.global_batch_size if sample_flops else None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

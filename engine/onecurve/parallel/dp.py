@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
 from onecurve.errors import UserError
+from onecurve.network.net import NET, network_of
 from onecurve.parallel.batch_norm import revert_norm_groups
 from onecurve.random.dropout import begin_step, dropouts, set_keys
 
@@ -34,7 +35,7 @@ class _Replica(nn.Module):
 class DP(ParallelStrategy):
     """Puts the batch on the first GPU; the forward pass of the network scatters it over all GPUs."""
 
-    module_needs: ClassVar = {"net": "the network to copy to each GPU"}
+    module_needs: ClassVar = {NET: "the network to copy to each GPU"}
     # There is no other process.
     model_to_device = SingleDeviceStrategy.model_to_device
     reduce = SingleDeviceStrategy.reduce
@@ -66,7 +67,7 @@ class DP(ParallelStrategy):
             raise UserError("strategy=dp copies the network, without module.compile and module.recompute: unset them")
         if self.precision_plugin.precision == "bf16-mixed":  # a thread has its own type of autocast
             raise UserError("strategy=dp computes trainer.precision=bf16-mixed in float16: take strategy=ddp")
-        net, layers = module.net, dropouts(module.net)
+        net, layers = network_of(module), dropouts(network_of(module))
         revert_norm_groups(net)  # DataParallel divides the batch otherwise
         replicas = nn.DataParallel(_Replica(net), self.parallel_devices)
 

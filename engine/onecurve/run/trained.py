@@ -17,6 +17,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from onecurve.checkpoint.io import read_run_checkpoint
 from onecurve.checkpoint.run_files import CHECKPOINTS
 from onecurve.errors import UserError
+from onecurve.network.net import NET
 from onecurve.patches.torch import tree_leaves
 from onecurve.targets import target_nodes
 
@@ -84,17 +85,16 @@ def load_run(run: str | Path, checkpoint: str = "last", trust: Sequence[str] = (
     config: Any = OmegaConf.create(saved.get("config", ""))
     if any("${" in str(value) for value in tree_leaves(OmegaConf.to_container(config))):
         raise UserError(f"refused: the configuration in run={file} has interpolations, which a run never saves")
-    if (module := OmegaConf.select(config, "module._target_")) and not OmegaConf.select(config, "module.net"):
+    if (module := OmegaConf.select(config, "module._target_")) and not OmegaConf.select(config, f"module.{NET}"):
         name = module.rpartition(".")[2]
         raise UserError(f"run={file}: {name} makes its own network: load it with {name}.load_from_checkpoint")
     try:
-        net = _build_trusted(config.module.net, ("src.models", *trust), f"run={file}")
+        net = _build_trusted(config.module[NET], ("src.models", *trust), f"run={file}")
         weights: dict[str, Tensor] = saved["state_dict"]
-        own = [name for name in weights if not name.startswith("net.")]
-        if len(own) < len(weights):
-            for name in own:  # buffers of the module itself
-                del weights[name]
-            consume_prefix_in_state_dict_if_present(weights, "net.")
+        of_network = [name for name in weights if name.startswith(f"{NET}.")]
+        for name in weights.keys() - of_network if of_network else ():  # buffers of the module itself
+            del weights[name]
+        consume_prefix_in_state_dict_if_present(weights, f"{NET}.")
         net.load_state_dict(weights)
     except (HydraException, OmegaConfBaseException, ImportError, RuntimeError) as error:
         cause = " ".join(str(error).split())

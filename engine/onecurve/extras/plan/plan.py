@@ -29,6 +29,7 @@ from onecurve.extras.plan.pipelines import Stages
 from onecurve.extras.plan.profile import Profile
 from onecurve.extras.plan.step import Estimate, Job
 from onecurve.extras.plan.strategies import OneDevice, Replicas, Shards
+from onecurve.network.net import network_of
 from onecurve.parallel.compatibility import check_can_train
 from onecurve.parallel.pipeline.schedules import SCHEDULES
 from onecurve.process.rank import resolve_devices
@@ -151,7 +152,7 @@ def begin_run(cfg: DictConfig, hardware: Hardware) -> tuple[Profile, Job, int]:
         if "recompute" in own.module:
             own.module.recompute = "none"  # the profile has both
         trainer, module, data = assemble(own)
-        if not (hasattr(module, "net") and hasattr(module, "loss")):
+        if network_of(module) is None or not hasattr(module, "loss"):
             raise UserError(f"{type(module).__name__} has no `net` or no `loss`, from which a plan is made")
         trainer.callbacks.append(LambdaCallback(on_train_start=begin))
         with suppress(_HasBegun):

@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import flop_registry
 
 from onecurve.errors import UserError
+from onecurve.network.net import network_of
 from onecurve.network.recomputation import recompute_blocks
 from onecurve.network.tensors import memory_format_of
 from onecurve.parallel.batch_norm import RankGroups, apply_norm_groups, revert_norm_groups
@@ -81,7 +82,7 @@ class Profile:
     """
 
     def __init__(self, trainer: L.Trainer, module: Any) -> None:
-        self.module, self.net, self.data = module, module.net, trainer.datamodule
+        self.module, self.net, self.data = module, network_of(module), trainer.datamodule
         self.precision = trainer.precision_plugin
         self.untraced: UserError | None = None
         self.weights: dict[str, nn.Parameter] = dict(self.net.named_parameters())

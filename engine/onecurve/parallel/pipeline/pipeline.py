@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from onecurve.data.batch import Batch
 from onecurve.errors import UserError, check_choice
 from onecurve.network.module_state import without_log
+from onecurve.network.net import NET, network_of
 from onecurve.observe.step_times import timed_communication, timed_computation
 from onecurve.observe.steps import is_compared_step
 from onecurve.parallel.gradients import average_over, clip_by_norm_over
@@ -72,7 +73,7 @@ class Pipeline(ShardedStateStrategy):
 
     hardware_options: Sequence[str] = ("stages", "schedule", "microbatches", "split", "data_parallel")
     virtual_rank_passes: ClassVar = StageRanks
-    module_needs: ClassVar = {"net": "the network to split", "loss": "which maps outputs and a batch to the mean loss"}
+    module_needs: ClassVar = {NET: "the network to split", "loss": "which maps outputs and a batch to the mean loss"}
 
     def __init__(
         self,
@@ -142,7 +143,7 @@ class Pipeline(ShardedStateStrategy):
         """Keep the blocks of this rank's stages, and replace the forward pass of the network with the pipeline."""
         self.check_options(module)
         check_module(module)
-        net = cast(nn.Module, module.net)
+        net: nn.Module = network_of(module)
         self.precision_plugin.clip_grad_by_norm = partial(clip_by_norm_over, self._group)  # type: ignore[method-assign]
         self._set_memory_format(net)
         if self.is_bit_exact:
@@ -195,7 +196,7 @@ class Pipeline(ShardedStateStrategy):
 
     def _build_stages(self, module: L.LightningModule) -> tuple[list[list[Block]], list[Stage]]:
         """Return the blocks of each stage, and all stages, after a comparison of these with the network."""
-        net = cast(nn.Module, module.net)
+        net: nn.Module = network_of(module)
         inputs, batch = self._example(module)
         with self.precision_plugin.forward_context():
             in_order = ordered_blocks(net, inputs)
@@ -278,7 +279,7 @@ class Pipeline(ShardedStateStrategy):
 
     def _check_constants(self) -> None:
         """Check that no number has changed which the graph of the network has as a constant."""
-        now = constants(cast(Any, self.lightning_module).net, self._called)
+        now = constants(network_of(self.lightning_module), self._called)
         for name, value in now.items() - self._constants.items():
             raise UserError(
                 f"strategy=pipeline: `net.{name.removeprefix('.')}` has changed to {value}, which the stages do not "

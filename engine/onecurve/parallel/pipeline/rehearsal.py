@@ -18,6 +18,7 @@ from torch.optim import LBFGS, Optimizer
 
 from onecurve.errors import UserError
 from onecurve.network.module_state import set_mode, with_own_hook, without_log
+from onecurve.network.net import NET, network_of
 from onecurve.network.snapshot import unchanged
 from onecurve.parallel.batch_norm import grouped_norms
 from onecurve.parallel.pipeline.schedules import SCHEDULES
@@ -40,7 +41,7 @@ def check_module(module: L.LightningModule) -> None:
                 "those of its stages: use trainer.gradient_clip_val, or strategy=ddp or fsdp"
             )
     for name, weight in module.named_parameters():
-        if weight.requires_grad and not name.startswith("net."):
+        if weight.requires_grad and not name.startswith(f"{NET}."):
             raise UserError(
                 f"strategy=pipeline trains the parameters of `net`, and {name} is not one of them: move it into "
                 "the network, or use strategy=ddp"
@@ -88,8 +89,8 @@ class _Called(BaseException):
 
 def input_of_network(module: Any, batch: Any, batch_idx: int = 0) -> Tensor:
     """Return what `training_step` gives the network for a batch, (n, ...)."""
-    forward_raises = mock.patch.object(module.net, "forward", side_effect=_Called)
-    outside = set(module.modules()).difference(module.net.modules())
+    forward_raises = mock.patch.object(network_of(module), "forward", side_effect=_Called)
+    outside = set(module.modules()).difference(network_of(module).modules())
     try:
         with unchanged(outside), without_log(module), forward_raises as forward, suppress(_Called):
             module.training_step(batch, batch_idx)

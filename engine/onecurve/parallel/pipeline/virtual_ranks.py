@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from onecurve.data.batch import StepPart
+from onecurve.network.net import network_of
 from onecurve.observe.step_times import timed_communication
 from onecurve.parallel.pipeline.rehearsal import input_of_network
 from onecurve.parallel.pipeline.stage import check_shape
@@ -25,7 +26,7 @@ class StageRanks(VirtualRanks):
     def networks(self) -> Sequence[Sequence[nn.Module]]:
         """Return the modules of each own stage, and those outside of the network."""
         module = self.trainer.lightning_module
-        of_network = set(module.net.modules())
+        of_network = set(network_of(module).modules())
         outside = [part for part in module.modules() if part not in of_network]
         return [*(list(stage.modules()) for stage in self.trainer.strategy.own_stages.values()), outside]
 
