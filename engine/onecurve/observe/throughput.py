@@ -15,6 +15,7 @@ from lightning.fabric.utilities.throughput import get_available_flops, measure_f
 from torch import Tensor, nn
 
 from onecurve.network.net import network_of
+from onecurve.network.precision import dtype_name
 from onecurve.observe.step_times import RecordedStep
 from onecurve.observe.steps import is_log_point, trained_steps
 from onecurve.observe.timeline import Timeline
@@ -25,7 +26,6 @@ _log = logging.getLogger(__name__)
 _MIN_GAIN = 0.05  # fraction of a step; below it, ranks differ by chance
 _MIN_LOG_POINTS = 3
 _MAX_LOG_POINTS = 1000  # the newest ones: 100,000 of 64 ranks would take 200 MiB in each process
-_DTYPES = {"64": torch.float64, "bf": torch.bfloat16, "16": torch.float16}
 _NUM_SAMPLES = 2  # whose FLOPs are counted; batch normalization needs more than one
 
 
@@ -147,7 +147,7 @@ def peak_flops(trainer: L.Trainer, module: L.LightningModule) -> float | None:
 
     cuDNN convolves float32 in TF32 by default, but matrix products are exact by default.
     """
-    dtype = _DTYPES.get(str(trainer.precision)[:2], torch.float32)
+    dtype = getattr(torch, dtype_name(trainer.precision))
     convolves = any(isinstance(part, nn.Conv2d) for part in module.modules())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning warns if it does not list the device

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from onecurve.errors import UserError, check_choice
+from onecurve.network.precision import scales_loss
 from onecurve.observe.step_times import timed_communication
 from onecurve.parallel.gradients import weights_of
 from onecurve.process.gather import all_gather
@@ -144,7 +145,7 @@ class DDP(DDPStrategy):
                 raise UserError("callbacks.ema averages each rank's own weights under post_local_sgd: leave out one")
             if not self.lightning_module.automatic_optimization:
                 raise UserError("strategy.comm_hook=post_local_sgd averages the weights of one optimizer; take fp16")
-        if self.comm_hook in ("powersgd", "post_local_sgd") and self.precision_plugin.precision == "16-mixed":
+        if self.comm_hook in ("powersgd", "post_local_sgd") and scales_loss(self.precision_plugin.precision):
             raise UserError(
                 f"strategy.comm_hook={self.comm_hook} cannot handle the overflows of trainer.precision=16-mixed: "
                 "take bf16-mixed"

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
 )
 
 from onecurve.errors import UserError
+from onecurve.network.precision import scales_loss
 
 _BETTER = {"loss": "min", "acc": "max", "accuracy": "max"}  # by the last word of a metric
 _log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ def check_arguments(seed: Any, virtual_ranks: Any, bit_exact: Any, kwargs: dict[
 
 def check_precision(precision: Any, accelerator: Any) -> None:
     """Raise a UserError for float16 on a CPU: Lightning would take bfloat16, as another experiment has it by name."""
-    if isinstance(accelerator, CPUAccelerator) and precision in ("16-mixed", "16", 16):
+    if isinstance(accelerator, CPUAccelerator) and scales_loss(precision):
         raise UserError(f"trainer.precision={precision} needs a GPU: take bf16-mixed")
 
 

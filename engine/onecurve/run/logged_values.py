@@ -18,6 +18,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from onecurve.errors import UserError
+from onecurve.network.precision import is_double
 from onecurve.observe.steps import is_log_point
 from onecurve.patches.lightning_loops import LoggedMean, LoggerConnector, Results, current_results, steps_of_loggers
 from onecurve.patches.torchmetrics import default_states, reductions, set_step_value, step_value
@@ -172,7 +173,7 @@ class LoggedValues(Results):
     def __init__(self, trainer: Any, training: bool) -> None:
         super().__init__(training)
         self._trainer, self.virtual = trainer, trainer.virtual_metrics
-        self.dtype = torch.float64 if trainer.precision == "64-true" else torch.float32
+        self.dtype = torch.float64 if is_double(trainer.precision) else torch.float32
         self._pass_log: PassLog | None = None
         self.num_samples = 0  # of this rank in the step; `StepInParts` sets it and the next
         self.rank_weight = 1.0  # their number, relative to the mean of the ranks

@@ -9,12 +9,12 @@ from typing import Any, cast
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import DoublePrecision
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricTracker
 from torchmetrics.utilities.data import dim_zero_mean
 
 from onecurve.errors import UserError
+from onecurve.network.precision import is_double
 from onecurve.patches.lightning_loops import LoggedMean, current_results, results_of
 from onecurve.patches.torch import tree_map_only
 from onecurve.patches.torchmetrics import (
@@ -178,7 +178,7 @@ class MetricStates(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Convert metrics as the module; torchmetrics ignores its conversion, and forgets another on a new device."""
-        if isinstance(trainer.precision_plugin, DoublePrecision):
+        if is_double(trainer.precision):
             for metric in metrics_of(trainer, pl_module).values():
                 if metric.dtype != torch.float64:  # `set_dtype` would also convert labels that it has collected
                     metric.set_dtype(torch.float64)

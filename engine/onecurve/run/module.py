@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from onecurve.network.precision import scales_loss
 from onecurve.network.tensors import upcast_half
 from onecurve.observe.steps import is_log_point, trained_steps
 
@@ -48,7 +49,7 @@ class Module(L.LightningModule):
         and Lightning refuses to clip them before that.
         """
         shards_state = getattr(self.trainer.strategy, "shard_optimizer", False)
-        clips_scaled = self.trainer.precision == "16-mixed" and bool(self.trainer.gradient_clip_val)
+        clips_scaled = scales_loss(self.trainer.precision) and bool(self.trainer.gradient_clip_val)
         return not (shards_state or clips_scaled)
 
 

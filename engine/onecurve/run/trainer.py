@@ -33,6 +33,7 @@ from onecurve.checks.unsaved_state import UnsavedStateCheck
 from onecurve.data.module_data import GivenLoaders, ModuleData
 from onecurve.data.ordered_data import OrderedData
 from onecurve.errors import CheckpointUserError, UserError
+from onecurve.network.precision import is_double
 from onecurve.observe.csv import CSVLogger
 from onecurve.parallel.compatibility import check_callbacks, check_can_train, check_division, resolve_strategy
 from onecurve.parallel.norm_groups import NormGroups
@@ -143,7 +144,7 @@ class Trainer(L.Trainer):
         if bit_exact:  # cuDNN would choose its kernels by their times, in each process again
             kwargs["benchmark"] = False
         plugins: list[Any] = [AtomicCheckpointIO(), *arguments.as_list(kwargs.pop("plugins", None))]
-        if kwargs.get("precision") == "64-true":  # Lightning accepts this name with some strategies only
+        if is_double(kwargs.get("precision")):  # Lightning accepts its names with some strategies only
             kwargs["precision"] = None
             plugins.append(DoublePrecision())
         given = self._with_last_checkpoint(arguments.named(callbacks), kwargs.pop("enable_checkpointing", None))

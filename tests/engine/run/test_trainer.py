@@ -105,6 +105,13 @@ def run_demo(file: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> 
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
+@pytest.mark.parametrize("precision", ["64-true", "64", 64])
+def test_double_precision_has_three_names(strategy: str, precision: Any, folder: Path) -> None:
+    """Lightning's own check would refuse each of them with strategies that shard or split a network."""
+    assert trainer(folder, strategy=strategy, precision=precision).precision == "64-true"
+
+
 @pytest.mark.parametrize("left", [None, "3"])
 def test_equal_bits_have_one_number_of_threads(left: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning's launchers set another one if the variable is missing, which a later trainer would take."""

@@ -18,6 +18,7 @@ from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
 from onecurve.config.folder import PROJECT
+from onecurve.network.precision import dtype_name
 from onecurve.process.rank import close_process_group, usable_cores
 from onecurve.records.files import atomic_write
 
@@ -29,7 +30,7 @@ _COPIED = 1 << 25  # bytes of the tensor whose copy is timed
 _REPEATS = 20
 _EFFICIENCY = 0.5  # fraction of its peak that a device reaches in large operations; assumed
 _LAUNCH = 5e-6  # seconds of a device's shortest operation; assumed
-_PRECISIONS = {"64": "fp64", "bf": "bf16", "16": "bf16"}
+_RATES = {"float64": "fp64", "bfloat16": "bf16", "float16": "bf16"}
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Hardware:
     def operation_seconds(self, flops: float, nbytes: float, is_convolution: bool, precision: str) -> float:
         """Return the seconds of an operation by the roofline model (Williams, Waterman and Patterson, 2009)."""
         assert self.tflops
-        rate = self.tflops[_PRECISIONS.get(precision[:2], "tf32" if is_convolution else "fp32")] * 1e12 * _EFFICIENCY
+        rate = self.tflops[_RATES.get(dtype_name(precision), "tf32" if is_convolution else "fp32")] * 1e12 * _EFFICIENCY
         return max(flops / rate, self.copy_seconds(nbytes), _LAUNCH)
 
 

@@ -30,6 +30,7 @@ from onecurve.extras.plan.profile import Profile
 from onecurve.extras.plan.step import Estimate, Job
 from onecurve.extras.plan.strategies import OneDevice, Replicas, Shards
 from onecurve.network.net import network_of
+from onecurve.network.precision import scales_loss
 from onecurve.parallel.compatibility import check_can_train
 from onecurve.parallel.pipeline.schedules import SCHEDULES
 from onecurve.process.rank import resolve_devices
@@ -147,7 +148,7 @@ def begin_run(cfg: DictConfig, hardware: Hardware) -> tuple[Profile, Job, int]:
     with tempfile.TemporaryDirectory() as folder:
         own = on_one_process(cfg, folder, accumulate_grad_batches=1, **device)
         own.bit_exact = False
-        if hardware.tflops and own.trainer.precision in ("16-mixed", "16", 16):
+        if hardware.tflops and scales_loss(own.trainer.precision):
             own.trainer.precision = "bf16-mixed"  # with as many bytes, on this CPU
         if "recompute" in own.module:
             own.module.recompute = "none"  # the profile has both

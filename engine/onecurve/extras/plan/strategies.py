@@ -15,6 +15,7 @@ from onecurve.data.layout import BatchLayout, DataParallelInfo, Division
 from onecurve.errors import UserError
 from onecurve.extras.plan.profile import Operation, Part, Profile
 from onecurve.extras.plan.step import Collective, Estimate, Job
+from onecurve.network.precision import is_double
 from onecurve.parallel.batch_norm import ranks_that_share
 from onecurve.parallel.compatibility import check_can_be_bit_exact
 from onecurve.parallel.norm_groups import check_groups
@@ -103,7 +104,7 @@ class OneDevice:
         """Yield those of batch normalization whose groups several ranks share: moments, and sums of gradients."""
         sharing, held = ranks_that_share(self.layout), {id(weight) for weight in self.weights}
         groups, ranks = int((self.layout.counts[sharing].sum(0) > 0).sum()), len(sharing)
-        size = 8 if self.job.precision == "64-true" else 4
+        size = 8 if is_double(self.job.precision) else 4
         for norm in self.norms:
             if norm.weight is None or id(norm.weight) in held:
                 nbytes = 2 * groups * norm.num_features * size

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from onecurve.extras.report.run_folder import Curve, Floats, RunFolder
+from onecurve.network.precision import dtype_name, is_double
 
 _METRIC = "train/loss"
 _OF_MACHINE = ("throughput/", "ranks/")  # metrics of speed and memory
@@ -115,7 +116,7 @@ def _compare(run: RunFolder, name: str, first: RunFolder, first_name: str) -> Ve
     """
     shared = shared_metrics([run, first])
     losses = [metric for metric in shared if "loss" in metric] or shared[:1]
-    if not str(run.config.get("trainer.precision")).startswith("64"):
+    if not is_double(run.config.get("trainer.precision")):
         losses = losses[:1]  # rounding makes the others of an evaluation differ by any amount
     found = [_compare_loss(loss, run, name, first, first_name) for loss in losses]
     return next((verdict for verdict in found if verdict.parts), found[0] if found else None)
@@ -148,10 +149,10 @@ def _compare_loss(metric: str, run: RunFolder, name: str, first: RunFolder, firs
 
 def _bounds(metric: str, *runs: RunFolder) -> tuple[float, float]:
     """Return the largest difference by rounding at the first step, and at any step."""
-    precision = str(runs[0].config.get("trainer.precision") or "32-true")  # a script may leave it out
-    if precision.startswith("64"):
+    precision = runs[0].config.get("trainer.precision")  # None in a script that leaves it out
+    if is_double(precision):
         logged = [run.curves[metric].finite() for run in runs]
         is_rounded = all(np.array_equal(values, values.astype(np.float32)) for values in logged)
         return _LOGGED_IN_FLOAT32 if is_rounded else _TIGHT
     is_on_cpu = all(run.started.get("device") == "cpu" for run in runs)
-    return _FLOAT32 if precision.startswith("32") and is_on_cpu else _LOW
+    return _FLOAT32 if dtype_name(precision) == "float32" and is_on_cpu else _LOW

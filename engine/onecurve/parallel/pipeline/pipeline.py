@@ -28,6 +28,7 @@ from onecurve.data.batch import Batch
 from onecurve.errors import UserError, check_choice
 from onecurve.network.module_state import without_log
 from onecurve.network.net import NET, network_of
+from onecurve.network.precision import scales_loss
 from onecurve.observe.step_times import timed_communication, timed_computation
 from onecurve.observe.steps import is_compared_step
 from onecurve.parallel.gradients import average_over, clip_by_norm_over
@@ -126,7 +127,7 @@ class Pipeline(ShardedStateStrategy):
 
     def check_precision(self, precision: str) -> None:
         """Raise a UserError for a precision that scales the loss."""
-        if precision == "16-mixed":
+        if scales_loss(precision):
             raise UserError("trainer.precision=16-mixed scales the loss, which a schedule does not: take bf16-mixed")
 
     def make_mesh(self) -> DeviceMesh:
@@ -150,7 +151,7 @@ class Pipeline(ShardedStateStrategy):
             data = cast(Any, module.trainer).datamodule
             self.microbatches = len(data.parallel.virtual_ranks(data.virtual_ranks))
         self._stage_to_rank = self.spec.stage_to_rank(self.device_mesh["pipeline"].size())
-        blocks, stages = self._build_stages(module)
+        blocks, stages = self._build_stages(module, net)
         self._random_calls = sum(stage.calls for stage in stages)  # in a forward pass of the network in training
         self._has_random_calls = self._random_calls > 0 or bool(dropouts(net))
         self._keep_own_stages(net, blocks, stages)
@@ -194,9 +195,8 @@ class Pipeline(ShardedStateStrategy):
         if self._is_sharded or (crashes and any(isinstance(part, nn.GroupNorm) for part in net.modules())):
             net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
 
-    def _build_stages(self, module: L.LightningModule) -> tuple[list[list[Block]], list[Stage]]:
+    def _build_stages(self, module: L.LightningModule, net: nn.Module) -> tuple[list[list[Block]], list[Stage]]:
         """Return the blocks of each stage, and all stages, after a comparison of these with the network."""
-        net: nn.Module = network_of(module)
         inputs, batch = self._example(module)
         with self.precision_plugin.forward_context():
             in_order = ordered_blocks(net, inputs)

@@ -147,6 +147,12 @@ def test_a_plan_for_a_gpu_takes_float16(folder: Path) -> None:
     assert own.estimate, own.reason
 
 
+def test_a_plan_knows_the_short_name_of_double_precision(folder: Path) -> None:
+    names = [[*TASK, "trainer.devices=2", "virtual_ranks=1", f"trainer.precision={name}"] for name in ("64", "64-true")]
+    short, full = (planned_collectives(compose(folder, *words), ["strategy=ddp"], [0]) for words in names)
+    assert short == full
+
+
 def test_a_broadcast_is_sent_by_all_ranks_but_one() -> None:
     """Shards of an optimizer: an all-reduce of the gradients, and each rank's weights to the others."""
     assert Collective("all_reduce", 400, 4).sent == 600
