@@ -58,9 +58,6 @@ class DataParallelInfo:
         return range(first, last)
 
 
-SINGLE_PROCESS = DataParallelInfo()
-
-
 @contextmanager
 def alone() -> Iterator[None]:
     """Let torch.distributed and the variables of launchers describe a run of one process."""
@@ -89,7 +86,7 @@ class BatchLayout:
     """
 
     batch_size: int
-    parallel: DataParallelInfo = SINGLE_PROCESS
+    parallel: DataParallelInfo = DataParallelInfo()
     accumulate: int = 1
     virtual_ranks: int = 1
     has_pairs: bool = False
@@ -214,7 +211,7 @@ class Division:
         has_pairs: as of a `BatchLayout`.
     """
 
-    parallel: DataParallelInfo = SINGLE_PROCESS
+    parallel: DataParallelInfo = DataParallelInfo()
     accumulate: int = 1
     virtual_ranks: int = 4
     bit_exact: bool = False

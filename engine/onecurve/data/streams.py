@@ -22,12 +22,7 @@ from onecurve.checkpoint.io import is_plain
 from onecurve.data.batch import StepParts, as_part
 from onecurve.data.batch_samplers import EpochStart
 from onecurve.data.layout import alone
-from onecurve.data.rank_loader import (
-    collate_function,
-    disables_batching,
-    errors_of_workers,
-    worker_options,
-)
+from onecurve.data.rank_loader import collate_function, disables_batching, errors_of_workers, worker_options
 from onecurve.errors import UserError
 from onecurve.network.object_state import are_equal, attributes_of, digest_of, is_dense, walk
 from onecurve.network.tensors import to_local

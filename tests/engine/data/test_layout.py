@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from onecurve.data.layout import (
-    SINGLE_PROCESS,
     BatchLayout,
     DataParallelInfo,
     Division,
@@ -75,7 +74,7 @@ def test_division_of_a_strategy(kwargs: dict[str, Any] | None, expected: DataPar
 
 def test_data_without_a_trainer_have_one_process() -> None:
     data = OrderedData(L.LightningDataModule(), seed=0, limits={})
-    assert data.parallel == SINGLE_PROCESS == DataParallelInfo(1, 0, 1, None, False)
+    assert data.parallel == DataParallelInfo() == DataParallelInfo(1, 0, 1, None, False)
 
 
 def test_one_process_stands_for_the_trainer() -> None:
