@@ -221,14 +221,9 @@ class OrderedData(L.LightningDataModule):
     @property
     def parallel(self) -> DataParallelInfo:
         """The strategy's division of batches among ranks and micro-batches; without a trainer, that of one process."""
-        kwargs: dict[str, Any] = (self.trainer and self.trainer.distributed_sampler_kwargs) or {}
-        return DataParallelInfo(
-            kwargs.get("num_replicas", 1),
-            kwargs.get("rank", 0),
-            kwargs.get("num_microbatches", 1),
-            tuple(kwargs.get("shares") or ()) or None,
-            kwargs.get("in_turn", False),
-        )
+        ranks: dict[str, Any] = (self.trainer and self.trainer.distributed_sampler_kwargs) or {}
+        numbers = ranks.get("num_replicas", 1), ranks.get("rank", 0), ranks.get("num_microbatches", 1)
+        return DataParallelInfo(*numbers, tuple(ranks.get("shares") or ()) or None, ranks.get("in_turn", False))
 
     @property
     def division(self) -> Division:
