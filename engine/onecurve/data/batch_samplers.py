@@ -43,7 +43,7 @@ class TrainingBatches(EpochStart, Sampler[Tensor]):
         batches: maps an epoch to its batches in their order, as indices in the dataset; a tensor if they have one size.
         division: the division of each of them among the ranks.
         steps: optimizer steps per epoch.
-        per_step: how many of the batches a step takes.
+        per_step: how many of the batches a step takes: several only of a `batch_sampler` with `bit_exact`.
         own: which of them this rank takes.
     """
 

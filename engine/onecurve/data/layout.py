@@ -4,6 +4,9 @@ Position p of the global batch belongs to micro-batch p % M of the M micro-batch
 p % G of G groups. Neither depends on the ranks, which take the positions of each micro-batch in turn, as many in a row
 as their share. With `bit_exact`, virtual rank v holds the positions that rank v of a run on `virtual_ranks` processes
 would hold.
+
+`DataParallelInfo` is what a strategy says of the ranks, `BatchLayout` the positions that one rank has of one batch, and
+`Division` gives the layout of a batch of any size.
 """
 
 from collections.abc import Iterator
