@@ -65,8 +65,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             _log.warning("no run can go on from these checkpoints: each %s", _object_in(error))
 
     def load_checkpoint(self, path: Path | str, map_location: Any = "cpu", weights_only: Any = True) -> dict[str, Any]:
-        """Read the file; it may contain only tensors and plain containers."""
-        return read_checkpoint(path, map_location=map_location)
+        """Read the file; it may contain objects only if the user of the trainer says `weights_only=False`."""
+        return read_checkpoint(path, map_location=map_location, weights_only=weights_only is not False)
 
     def remove_checkpoint(self, path: Path | str) -> None:
         super().remove_checkpoint(path)
@@ -79,7 +79,7 @@ def _object_in(error: UnpicklingError) -> str:
     name = found[1].strip("`'\".,") if found else "an object"
     return (
         f"contains {name}: let on_save_checkpoint and state_dict return numbers, texts, tensors and containers of "
-        "them, or name the class to torch.serialization.add_safe_globals"
+        "them, name the class to torch.serialization.add_safe_globals, or call fit and test with weights_only=False"
     )
 
 
@@ -126,11 +126,11 @@ def write_error(file: Path, cause: OSError) -> CheckpointUserError:
 
 
 def read_checkpoint(
-    path: Path | str, option: str = "ckpt_path", map_location: Any = "cpu", **options: Any
+    path: Path | str, option: str = "ckpt_path", map_location: Any = "cpu", weights_only: bool = True, **options: Any
 ) -> dict[str, Any]:
     """Load a checkpoint, including the tensors of a sharded one; `option` is where the user gave its path."""
     try:
-        checkpoint = torch.load(path, weights_only=True, map_location=map_location, **options)
+        checkpoint = torch.load(path, weights_only=weights_only, map_location=map_location, **options)
         return checkpoint if map_location == "meta" else sharded.load_full(checkpoint, Path(path))
     except Exception as error:  # a corrupt file can raise anything
         raise _corruption_error(path, error, option) from error
@@ -155,7 +155,7 @@ def read_weights(path: Path | str, option: str, **options: Any) -> dict[str, Ten
     return weights
 
 
-def check_is_complete(path: Path) -> int:
+def check_is_complete(path: Path, weights_only: bool = True) -> int:
     """Check that `path` is a complete checkpoint of a run; return the steps after which the run can go on from it.
 
     They are -1 if it has weights only, or lacks something of the step: the validation, or what came after an error.
@@ -163,7 +163,7 @@ def check_is_complete(path: Path) -> int:
     try:
         if corrupt_member := zipfile.ZipFile(path).testzip():  # torch.load ignores a wrong checksum
             raise zipfile.BadZipFile(f"{corrupt_member} is corrupt")
-        checkpoint = read_run_checkpoint(path, "ckpt_path", map_location="meta", mmap=True)
+        checkpoint = read_run_checkpoint(path, "ckpt_path", map_location="meta", mmap=True, weights_only=weights_only)
         sharded.check_shards(checkpoint, path)
         position = checkpoint.get("position", {})
         return -1 if position.get("is_incomplete") else int(position.get("steps", -1))

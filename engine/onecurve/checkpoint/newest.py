@@ -7,7 +7,7 @@ from onecurve.checkpoint.run_files import CHECKPOINTS, LAST, PREVIOUS
 from onecurve.errors import UserError
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
+def newest_checkpoint(folder: Path, weights_only: bool = True) -> Path | None:
     """Return the newest complete checkpoint in a run folder, if any; warn of each corrupt one.
 
     The names come before the modification time, because copying a folder may reset the time. A later file of more steps
@@ -22,7 +22,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
         if newest and newest_steps >= 0 and times[file] <= times[newest]:
             continue
         try:
-            steps = check_is_complete(file)
+            steps = check_is_complete(file, weights_only)
         except UserError as error:
             print(f"warning: {error}; looking for the one before it", file=sys.stderr)
             continue

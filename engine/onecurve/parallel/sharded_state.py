@@ -130,7 +130,7 @@ class ShardedStateStrategy(ModelParallelStrategy):
         return {name: values[name] for name in in_order} | values
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = read_checkpoint(checkpoint_path)
+        checkpoint = read_checkpoint(checkpoint_path, weights_only=weights_only is not False)
         if self._full:  # the network is parallelized already, as for predict after test
             checkpoint["state_dict"] = self._shard_weights(checkpoint["state_dict"])
         return checkpoint

@@ -206,26 +206,26 @@ def check_overwrites_nothing(trainer: L.Trainer, path: str | None) -> None:
         _log.warning("the best checkpoint of the run of %s stays there: here it is that of later steps", path)
 
 
-def find_checkpoint(trainer: L.Trainer, ckpt_path: str | Path | None) -> str | None:
+def find_checkpoint(trainer: L.Trainer, ckpt_path: str | Path | None, weights_only: bool) -> str | None:
     """Return the file that `ckpt_path` names, of a folder the newest complete one; None for `last` without any.
 
     `config/resolve.py` has resolved that of train.py already.
     """
     if ckpt_path == "best":
-        return best_checkpoint(trainer)
+        return best_checkpoint(trainer, weights_only)
     folder = Path(trainer.default_root_dir)
     if not ckpt_path or (ckpt_path == "last" and not any((folder / CHECKPOINTS).glob("*.ckpt"))):
         return None
     path = folder if ckpt_path == "last" else Path(ckpt_path).expanduser()
     if not path.exists():  # such as a URL
         return str(ckpt_path)
-    return str(newest_checkpoint(path) or checkpoint_file(path))
+    return str(newest_checkpoint(path, weights_only) or checkpoint_file(path))
 
 
-def best_checkpoint(trainer: L.Trainer) -> str:
+def best_checkpoint(trainer: L.Trainer, weights_only: bool = True) -> str:
     """Return the best checkpoint of a run, that of rank zero, on every rank; another process may have fitted it."""
     callback = next(iter(monitoring(trainer)), None)
-    own = (callback.best_model_path or _best_of_earlier_process(trainer, callback)) if callback else ""
+    own = (callback.best_model_path or _best_of_earlier_process(trainer, callback, weights_only)) if callback else ""
     path = trainer.strategy.broadcast(own)  # before the error, or a rank without a path would leave the others waiting
     if not callback or not path:
         raise UserError(
@@ -238,8 +238,9 @@ def best_checkpoint(trainer: L.Trainer) -> str:
     return path
 
 
-def _best_of_earlier_process(trainer: L.Trainer, callback: ModelCheckpoint) -> str:
+def _best_of_earlier_process(trainer: L.Trainer, callback: ModelCheckpoint, weights_only: bool) -> str:
     last = Path(trainer.default_root_dir) / CHECKPOINTS / LAST
-    states = read_checkpoint(last, map_location="meta", mmap=True)["callbacks"] if last.is_file() else {}
+    options: Any = {"map_location": "meta", "mmap": True, "weights_only": weights_only}
+    states = read_checkpoint(last, **options)["callbacks"] if last.is_file() else {}
     best = states.get(callback.state_key, {}).get("best_model_path")
     return str(Path(str(callback.dirpath)) / Path(best).name) if best else ""  # the folder may have moved

@@ -228,7 +228,7 @@ class Trainer(L.Trainer):
         """
         arguments.check_precision(self._arguments.get("precision"), self.accelerator)
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
-        path = find_checkpoint(self, ckpt_path)
+        path = find_checkpoint(self, ckpt_path, weights_only is not False)
         if path:  # which has the learning rate; the search would train a continued run from its first step
             callbacks = cast(Any, self).callbacks
             self.callbacks = [one for one in callbacks if type(one) is not LearningRateFinder]
@@ -266,7 +266,7 @@ class Trainer(L.Trainer):
         module = module or self.lightning_module
         if module is None:
             raise UserError(f"{stage}() has no module: give it one, or fit one before")
-        path = find_checkpoint(self, ckpt_path)
+        path = find_checkpoint(self, ckpt_path, given.get("weights_only") is not False)
         if ckpt_path and not path:
             raise CheckpointUserError(f"{stage}(ckpt_path='last'): {self._folder} has no checkpoint: fit first")
         data = self._prepare(stage, module, loaders, datamodule, path)

@@ -1196,10 +1196,28 @@ def test_names_an_object_that_no_run_could_read(folder: Path, caplog: pytest.Log
 
     trainer(folder).fit(Saves(), loader())
     assert f"no run can go on from these checkpoints: each contains {__name__}.Place" in caplog.text
-    with pytest.raises(onecurve.CheckpointUserError, match=r"Place: let on_save_checkpoint .*, or name the class to"):
+    with pytest.raises(onecurve.CheckpointUserError, match=r"Place: let on_save_checkpoint .*, name the class to"):
         trainer(folder, max_epochs=2).fit(Saves(), loader(), ckpt_path="last")
     with torch.serialization.safe_globals([Place]):
         trainer(folder, max_epochs=2).fit(Saves(), loader(), ckpt_path="last")
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+def test_objects_are_read_if_the_user_says_so(strategy: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    class Keeps(Boring):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["place"] = Place()
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.place = checkpoint["place"]
+
+    trainer(folder, strategy=strategy).fit(Keeps(), loader())
+    fitted, tested = Keeps(), Keeps()
+    trainer(folder, max_epochs=2, strategy=strategy).fit(fitted, loader(), ckpt_path="last", weights_only=False)
+    trainer(folder).test(tested, loader(), ckpt_path=folder / "checkpoints" / "last.ckpt", weights_only=False)
+    assert isinstance(fitted.place, Place)
+    assert isinstance(tested.place, Place)
+    assert "looking for the one before" not in capfd.readouterr().err
 
 
 def test_draws_at_the_start_of_an_epoch_are_those_of_the_epoch(folder: Path) -> None:
