@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from onecurve.data.batch import StepParts, combine
 from onecurve.data.batch_samplers import EvaluationBatches, TrainingBatches, apply_limit
@@ -92,8 +92,6 @@ def _check_loader(loader: Any, method: str) -> None:
     # litdata's own __iter__ counts the samples for its state.
     if type(loader).__iter__ is not DataLoader.__iter__ and type(loader).__module__.partition(".")[0] != "litdata":
         raise UserError(f"{method}: {type(loader).__name__} has an __iter__ of its own: return a torch DataLoader")
-    if disables_batching(loader) and isinstance(loader.sampler, BatchSampler):
-        raise UserError(f"{method} has a BatchSampler as sampler: give it as batch_sampler, and a dataset of samples")
     if hasattr(loader.sampler, "num_replicas"):
         raise UserError(f"{method} has a {type(loader.sampler).__name__}: leave it out, ranks share the data anyway")
 
@@ -205,17 +203,15 @@ class _MapSource:
 
     def __init__(self, loader: DataLoader[Any], division: Division, seed: int) -> None:
         self.loader, self.division, self.seed = loader, division, seed
-        self.has_batch_sampler = has_batch_sampler(loader)
+        self.has_batch_sampler, order = has_batch_sampler(loader), order_of(loader, seed, 0)
         if self.has_batch_sampler:
             self.per_step = division.virtual_ranks if division.bit_exact else 1
-            sizes = [len(batch) for batch in order_of(loader, seed, 0)]
+            sizes = [len(batch) for batch in order]
             self.batch_size, self.samples = sum(sizes[: self.per_step]), sum(sizes)
             self.steps = len(sizes) // self.per_step
         else:
             self.per_step, self.batch_size = 1, loader.batch_size or division.virtual_ranks
-            samples = length_of(loader.sampler)
-            self.samples = len(order_of(loader, seed, 0)) if samples is None else samples
-            self.steps = self.samples // self.batch_size
+            self.samples, self.steps = len(order), len(order) // self.batch_size
 
     def of_rank(self, steps: int | None, device: torch.device) -> RankLoader:
         assert steps is not None

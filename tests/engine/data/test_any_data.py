@@ -179,7 +179,8 @@ POINTS: Dataset[Any] = NoisyPoints()
     [
         (DataLoader(POINTS, 16, sampler=DistributedSampler(POINTS, 2, 0)), "has a DistributedSampler: leave it out"),
         (OwnIteration(POINTS, 16), "OwnIteration has an __iter__ of its own: return a torch DataLoader"),
-        (DataLoader(POINTS, None, sampler=BatchSampler(range(110), 16, False)), "give it as batch_sampler, and a da"),
+        (DataLoader(POINTS, None, sampler=BatchSampler(range(110), 16, False)), "give it as batch_sampler if these"),
+        (DataLoader(POINTS, None, sampler=[[0, 1], [2, 3]]), "list yields .*: give it as batch_sampler if these"),
         ([torch.zeros(2)], "returns Tensor: return a torch DataLoader"),
         (DataLoader(POINTS, 111), "data.batch_size=111 exceeds the 110 samples to train on"),
     ],
