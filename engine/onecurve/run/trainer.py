@@ -317,7 +317,10 @@ class Trainer(L.Trainer):
         Lightning restores a checkpoint before it converts the module, which would round the weights of 64-true.
         """
         if any(part.__module__.startswith("pytorch_lightning") for part in type(module).__mro__):
-            raise UserError(f"{type(module).__name__} is of pytorch_lightning, another package: import lightning as pl")
+            raise UserError(
+                f"{type(module).__name__} is of pytorch_lightning, another package: import lightning as pl; if a "
+                'library imports it, set sys.modules["pytorch_lightning"] = lightning.pytorch before you import that'
+            )
         self.precision_plugin.convert_module(module)
         use_sample_dropout(module)
         check_division(self, module)

@@ -1,5 +1,7 @@
 """Modules that cannot train as asked end in one line with the option that helps; with it they train the same."""
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import onecurve
 from onecurve.errors import UserError
 from onecurve.run.experiment import run_experiment
 from tests.support.comparison import TOLERANCE, distances
@@ -38,8 +41,16 @@ class Other(OfPytorchLightning):
 
 
 def test_a_module_of_pytorch_lightning(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"Other is of pytorch_lightning, another package: import lightning as pl$"):
+    with pytest.raises(UserError, match=r"Other is of pytorch_lightning, another package: import lightning as pl; if"):
         run_experiment(compose(folder, *of_class(Other)))
+
+
+def test_a_module_of_a_library_that_imports_pytorch_lightning(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """What the refusal says of libraries."""
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", L.pytorch)
+    library: Any = importlib.import_module("pytorch_lightning")
+    module = type("Own", (library.LightningModule,), {})()
+    onecurve.Trainer(default_root_dir=folder, accelerator="cpu").prepare_module(module)
 
 
 class Toggling(L.LightningModule):
