@@ -35,7 +35,7 @@ from onecurve.data.rank_loader import (
 from onecurve.data.streams import StreamLoader, examine
 from onecurve.errors import UserError
 from onecurve.patches.lightning_loops import combination_mode
-from onecurve.patches.torch import TreeSpec, tree_flatten, tree_unflatten
+from onecurve.patches.torch import LOADER_METHODS, TreeSpec, tree_flatten, tree_unflatten
 from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import EVALUATION, seed_generators
 
@@ -89,9 +89,13 @@ def _check_loader(loader: Any, method: str) -> None:
     """Check that the dataset of a loader, and not the loader, decides which samples there are."""
     if not isinstance(loader, DataLoader):
         raise UserError(f"{method} returns {type(loader).__name__}: return a torch DataLoader")
-    # litdata's own __iter__ counts the samples for its state.
-    if type(loader).__iter__ is not DataLoader.__iter__ and type(loader).__module__.partition(".")[0] != "litdata":
-        raise UserError(f"{method}: {type(loader).__name__} has an __iter__ of its own: return a torch DataLoader")
+    kind = type(loader)
+    if kind.__module__.partition(".")[0] != "litdata":  # whose own methods count the samples for its state
+        if kind.__iter__ is not DataLoader.__iter__:
+            raise UserError(f"{method}: {kind.__name__} has an __iter__ of its own: return a torch DataLoader")
+        for name in (one for one in LOADER_METHODS if getattr(kind, one) is not getattr(DataLoader, one)):
+            parts = "batches are made of its dataset, sampler and collate_fn"
+            _log.warning("%s: %s of %s is not called: %s", method, name, kind.__name__, parts)
     if hasattr(loader.sampler, "num_replicas"):
         raise UserError(f"{method} has a {type(loader.sampler).__name__}: leave it out, ranks share the data anyway")
 

@@ -102,9 +102,9 @@ def draw(sampler: Any, seed: int, epoch: int, has_batches: bool = False) -> Tens
     try:
         return [_indices(batch) for batch in drawn] if has_batches else _indices(drawn)
     except TypeError as error:
-        of_batches = "" if has_batches else "give it as batch_sampler if these are batches, to a dataset of samples; or "
+        way = "" if has_batches else "give it as batch_sampler if these are batches, and a dataset of samples, or "
         raise UserError(
-            f"{type(sampler).__name__} yields what is not the index of a sample ({error}): {of_batches}let it yield "
+            f"{type(sampler).__name__} yields what is not the index of a sample ({error}): {way}let it yield "
             "integers, and take what else a sample needs, such as its size, from the dataset"
         ) from None
 

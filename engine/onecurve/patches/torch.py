@@ -39,6 +39,8 @@ __all__ = [
 # `torch.amp.custom_fwd` sets it on the first argument, which is a module if that decorates its `forward`
 # (torch/amp/autocast_mode.py, `decorate_fwd`).
 AUTOCAST_FLAG = "_fwd_used_autocast"
+# What a subclass of DataLoader may override to give other batches (torch/utils/data/dataloader.py).
+LOADER_METHODS = ("_get_iterator", "_index_sampler", "__len__")
 COMPILER_MARK = "_torchdynamo"  # how the attributes begin that `torch.compile` gives a module of its own number
 
 

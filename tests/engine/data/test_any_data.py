@@ -190,6 +190,22 @@ def test_refuses_what_has_an_order_of_its_own(made: Any, message: str, folder: P
         set_up(made, folder)
 
 
+class OwnBatches(DataLoader[Any]):
+    """Changes its batches as loaders of graphs do, where torch has no public method for it."""
+
+    def _get_iterator(self) -> Any:
+        return map(torch.neg, super()._get_iterator())
+
+
+def test_warns_of_a_loader_whose_method_is_not_called(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", "onecurve")
+    set_up(OwnBatches(POINTS, 10), folder)
+    assert "_get_iterator of OwnBatches is not called: batches are made of its dataset, sampler and" in caplog.text
+    caplog.clear()
+    set_up(DataLoader(POINTS, 10), folder)
+    assert "is not called" not in caplog.text
+
+
 @pytest.mark.parametrize(("dataset", "warns"), [(OwnGenerator(), True), (POINTS, False)])
 def test_warns_of_a_generator_that_it_cannot_seed(
     dataset: Any, warns: bool, folder: Path, caplog: pytest.LogCaptureFixture
