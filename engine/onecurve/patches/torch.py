@@ -71,6 +71,12 @@ def is_in_vmap() -> bool:
     return any(one.key() == functorch.TransformType.Vmap for one in transforms)
 
 
+def is_parameter(values: Tensor) -> bool:
+    """Return whether a tensor is a parameter, or a view of one in its shape, as torch.distributions make it."""
+    whole = values if values._base is None else values._base
+    return isinstance(whole, nn.Parameter) and whole.shape == values.shape
+
+
 def is_conversion(operator: Any) -> bool:
     """Return whether an operator converts the type of a tensor, as autocast does with weights."""
     return operator is torch.ops.aten._to_copy

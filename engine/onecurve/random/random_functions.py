@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributions import Normal
 
 from onecurve.errors import UserError
-from onecurve.patches.torch import attention_weights, is_in_vmap
+from onecurve.patches.torch import attention_weights, is_in_vmap, is_parameter
 from onecurve.random.dropout import CALL, hash_samples, keep_mask
 from onecurve.random.hashing import hash_ints, normal, uniform_rows
 from onecurve.random.seeding import torch_generator_states
@@ -86,16 +86,17 @@ class SampleRandom:
         self.make_keys, self.is_divided = None, False
 
     def has_row_per_sample(self, values: Tensor, name: str) -> bool:
-        """Return whether a function draws for the rows of a tensor.
+        """Return whether a function draws for the rows of a tensor; those of a parameter are no samples.
 
         In a compiled network torch's own draws; so does it under `torch.vmap`, as for each member of an ensemble.
         """
         if torch.compiler.is_compiling() or self.make_keys is None:
             return False
-        if values.ndim and len(values) == len(self.keys) and not is_in_vmap():
+        is_weight = is_parameter(values)
+        if values.ndim and len(values) == len(self.keys) and not is_weight and not is_in_vmap():
             return True
         if self.is_divided:
-            raise self.refusal(f"{name} on a tensor of shape {list(values.shape)}")
+            raise self.refusal(f"{name} on a {'parameter' if is_weight else 'tensor'} of shape {list(values.shape)}")
         return False
 
     def keep_mask(self, shape: torch.Size, rate: float) -> Tensor:

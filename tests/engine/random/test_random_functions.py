@@ -168,6 +168,34 @@ def test_refuses_numbers_that_depend_on_the_part(function: Callable[[Tensor], Te
         draw(function, TOKENS, torch.arange(0, SAMPLES, 3))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda weight: torch.randn_like(weight),
+        lambda weight: F.dropout(weight, 0.3),
+        lambda weight: Normal(weight, weight.exp()).rsample(),
+    ],
+    ids="noise dropout distribution".split(),
+)
+def test_rows_of_a_parameter_are_no_samples(function: Callable[[Tensor], Tensor]) -> None:
+    """Each process would have other noise on the weights of a Bayesian layer, if it has as many rows as samples."""
+    weight = nn.Parameter(torch.ones(SAMPLES, 4))
+    torch.manual_seed(0)
+    expected = function(weight)
+    assert torch.equal(draw(lambda x: function(weight), IMAGES, torch.arange(SAMPLES)), expected)
+    weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(UserError, match=r" on a parameter of shape \[4, 4\] draws numbers that would depend"):
+        draw(lambda x: function(weight), IMAGES, torch.arange(4))
+
+
+def test_inputs_that_are_learned_have_a_row_for_each_sample() -> None:
+    token = nn.Parameter(torch.ones(1, 4))
+    full, part = (
+        draw(lambda x: F.dropout(token.expand(len(x), -1), 0.5), IMAGES, torch.arange(count)) for count in (SAMPLES, 4)
+    )
+    assert torch.equal(full[:4], part)
+
+
 def test_outside_of_a_batch_functions_are_those_of_torch() -> None:
     intercept()
     torch.manual_seed(0)
