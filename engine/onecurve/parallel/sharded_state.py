@@ -10,11 +10,12 @@ import lightning as L
 from lightning.pytorch.strategies.strategy import Strategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from onecurve.checkpoint import sharded
 from onecurve.checkpoint.format import BY_WEIGHT, MERGED, STATES
 from onecurve.checkpoint.io import read_checkpoint, write_error
-from onecurve.checkpoint.optimizer_state import merge, shard_like
+from onecurve.checkpoint.optimizer_state import merge, name_parameters, shard_like
 from onecurve.network.tensors import to_full_tensor, with_versions
 from onecurve.observe.step_times import timed_communication
 from onecurve.patches.fsdp import let_data_write_shards, let_numbers_be_of_all_shards
@@ -58,12 +59,16 @@ class ShardedStateStrategy(ModelParallelStrategy):
     # Those of ModelParallelStrategy require `configure_model`, and number the parameters as the rank holds them.
     setup = Strategy.setup
     lightning_module_state_dict = Strategy.lightning_module_state_dict
-    optimizer_state = Strategy.optimizer_state
     load_optimizer_state_dict = Strategy.load_optimizer_state_dict
     restore_checkpoint_after_setup = Strategy.restore_checkpoint_after_setup
     lightning_restore_optimizer = Strategy.lightning_restore_optimizer
     reduce = timed_communication()(ModelParallelStrategy.reduce)
     all_gather = timed_communication()(all_gather)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if "param_names" not in optimizer.param_groups[0]:  # a hook has put it in the place of the module's own
+            name_parameters(optimizer, cast(L.LightningModule, self.lightning_module))
+        return Strategy.optimizer_state(self, optimizer)
 
     @abstractmethod
     def parallelize(self, module: L.LightningModule) -> None:

@@ -1202,6 +1202,16 @@ def test_names_an_object_that_no_run_could_read(folder: Path, caplog: pytest.Log
         trainer(folder, max_epochs=2).fit(Saves(), loader(), ckpt_path="last")
 
 
+def test_a_hook_may_replace_an_optimizer_of_sharded_weights(folder: Path) -> None:
+    class Replaces(Boring):
+        def on_train_start(self) -> None:
+            self.trainer.optimizers = [torch.optim.Adam(self.parameters())]
+
+    trainer(folder, strategy="fsdp").fit(Replaces(), loader())
+    (saved,) = torch.load(folder / "checkpoints" / "last.ckpt")["optimizer_states"]
+    assert saved["param_groups"][0]["param_names"] == ["layer.weight", "layer.bias"]
+
+
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
 def test_objects_are_read_if_the_user_says_so(strategy: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     class Keeps(Boring):
