@@ -4,11 +4,13 @@ import os
 import signal
 from collections.abc import Callable
 from functools import cached_property
+from pickle import PicklingError
 from typing import Any
 
 import lightning as L
 import torch.multiprocessing as mp
 
+from onecurve.errors import UserError
 from onecurve.observe.wandb import wandb_ends
 from onecurve.parallel.ddp import DDP
 from onecurve.patches.lightning_loops import set_progress, steps_of_loggers
@@ -32,6 +34,12 @@ class _Launcher(SpawnLauncher):
             if number := signals.requested() or max(0, error.exit_code - 128):
                 raise signals.Stopped(number) from None
             raise
+        except (AttributeError, PicklingError, TypeError) as error:  # of a lambda, a lock, or an open file
+            if "pickle" not in str(error) and "local object" not in str(error):
+                raise
+            raise UserError(
+                f"strategy=ddp_spawn pickles trainer, module and data ({error}): use strategy=ddp"
+            ) from error
         finally:
             signals.restore_handlers(handlers)
 

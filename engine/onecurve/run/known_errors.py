@@ -42,7 +42,7 @@ _KNOWN_ERRORS = {
     ),
     "Skipping the `training_step` by returning None": (
         "training_step returns None, and the other processes wait for its gradients: return a loss of zero, such as "
-        "0 * loss, or set trainer.devices=1"
+        "0 * loss, or set trainer.devices=1; if the step calls its optimizers, set self.automatic_optimization=False"
     ),
 }
 

@@ -9,6 +9,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -1200,6 +1201,16 @@ def test_names_an_object_that_no_run_could_read(folder: Path, caplog: pytest.Log
         trainer(folder, max_epochs=2).fit(Saves(), loader(), ckpt_path="last")
     with torch.serialization.safe_globals([Place]):
         trainer(folder, max_epochs=2).fit(Saves(), loader(), ckpt_path="last")
+
+
+@pytest.mark.parametrize("kept", [lambda x: x, threading.Lock()], ids=["function", "lock"])
+def test_names_what_cannot_be_sent_to_spawned_processes(kept: Any, folder: Path) -> None:
+    module = Boring()
+    module.kept = kept
+    with pytest.raises(
+        UserError, match=r"ddp_spawn pickles trainer, module and data \(.*pickle.*\): use strategy=ddp$"
+    ):
+        trainer(folder, strategy="ddp_spawn", devices=2).fit(module, loader())
 
 
 def test_a_hook_may_replace_an_optimizer_of_sharded_weights(folder: Path) -> None:

@@ -94,7 +94,9 @@ class Skipping(Vectors):
 
 def test_a_step_without_a_loss(pool: Pool, folder: Path) -> None:
     run_experiment(compose(folder / "one", *of_class(Skipping)))
-    with pytest.raises(RankFailed, match=r"UserError: training_step returns None, .* a loss of zero, .*devices=1"):
+    with pytest.raises(
+        RankFailed, match=r"UserError: training_step returns None, .* a loss of zero, .*devices=1; .*automatic_optim"
+    ):
         pool.run(2, run_experiment, compose(folder, *of_class(Skipping), *TWO))
 
 
