@@ -72,11 +72,16 @@ class _PreparingConnector(CheckpointConnector):
 
 
 class LoopChanges(L.Callback):
-    """Tells log points the last step and layers the end of steps, skips empty hooks, and makes up for schedule steps.
+    """Changes what Lightning's loops do, by hooks that come before those of the user.
 
-    Lightning steps ReduceLROnPlateau after an epoch's checkpoint is saved, and not at all after the first epoch of a
-    restart (`_FitLoop.on_advance_end` and `_TrainingEpochLoop._update_learning_rates` in loops/). For predictions it
-    reads the samples of a batch from a batch sampler of its own (`_get_batch_indices` in loops/prediction_loop.py).
+    - `configure_optimizers` sees one process, log points know the last step, and empty hooks are passed over.
+    - A sanity check takes the same samples on any hardware.
+    - Layers of batch normalization know whether a step calls them, or a hook.
+    - ReduceLROnPlateau makes up for a step: Lightning takes it after an epoch's checkpoint is saved, and not at all
+      after the first epoch of a restart (`_FitLoop.on_advance_end` and `_TrainingEpochLoop._update_learning_rates` in
+      loops/).
+    - Predictions have the samples of a batch, which Lightning reads from a batch sampler of its own
+      (`_get_batch_indices` in loops/prediction_loop.py).
     """
 
     _sanity_steps: int | float | None = None  # those of one part, in a sanity check
