@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torchmetrics import MeanMetric
 
 from onecurve.data.batch import StepParts
 from onecurve.errors import UserError
@@ -39,6 +40,10 @@ _NO_MEAN = (
     "%s is no %s over samples: of %d samples it is %.6g, and the %s of their halves %.6g. Log a metric of "
     "torchmetrics, a sum with reduce_fx='sum', or a mean with its number as batch_size, or set bit_exact=true"
 )
+_NO_WEIGHT = (
+    "%s is a MeanMetric without weights, and so a mean over batches, of which each number of processes has other ones: "
+    "give it weight=n at each update, the number of samples, or set bit_exact=true"
+)
 _UNCHECKED = "%s; if one does not, each number of processes is another run"
 _DRAWS = 3  # of samples, after the first step
 _REDUCTIONS: dict[str, Callable[..., Any]] = {"sum": sum, "max": max, "min": min}  # of `self.log`, besides the mean
@@ -60,6 +65,7 @@ class _Pass(NamedTuple):
 
     numbers: dict[str, _Number]  # the loss, its slope, and what was logged
     states: Any  # of NumPy's and Python's generators after it
+    weights: dict[str, float]  # that it has added to each MeanMetric
 
 
 class DivisionCheck(L.Callback):
@@ -105,7 +111,7 @@ class DivisionCheck(L.Callback):
             self._drawn += count
 
     def _check(self, trainer: L.Trainer, step: str, count: int) -> None:
-        module, is_training = trainer.lightning_module, step == "training_step"
+        module, data, is_training = trainer.lightning_module, trainer.datamodule, step == "training_step"
         passes = _passes(trainer, step, self._drawn, count)
         if isinstance(passes, str) and self._others and is_training:
             self._others, count = 0, count - 1  # a queue of embeddings takes batches that divide its length
@@ -120,6 +126,8 @@ class DivisionCheck(L.Callback):
             _refuse_loss(module, passes, count)
             self.result = f"the loss of {count} samples is the mean of those of their halves"
         self._warn_of_others(module, passes, count)
+        if not is_training or data.layout.is_uneven or not data.has_one_size:
+            self._warn_of_batch_means(passes)
 
     def _warn_of_others(self, module: L.LightningModule, passes: list[_Pass], count: int) -> None:
         """Name what the step logs and is not that of the samples together."""
@@ -132,6 +140,14 @@ class DivisionCheck(L.Callback):
                 self._warned.add(name)
                 numbers = (name, kind, count, whole[name].value, kind, _reduced([half[name] for half in halves]))
                 _log.warning(_NO_MEAN, *numbers)
+
+    def _warn_of_batch_means(self, passes: list[_Pass]) -> None:
+        """Name the means to which a batch adds as much weight as each of its halves."""
+        *halves, whole = (each.weights for each in passes)
+        for name in sorted(whole.keys() - self._warned):
+            if not np.isclose(whole[name], sum(half[name] for half in halves), rtol=1e-3):
+                self._warned.add(name)
+                _log.warning(_NO_WEIGHT, name)
 
 
 def _refuse_loss(module: L.LightningModule, passes: list[_Pass], count: int) -> None:
@@ -210,6 +226,7 @@ def _pass(trainer: Any, step: str, batch: StepParts, samples: int) -> _Pass:
     indices = data.sample_index
     sample_random.begin(lambda: indices, module.device, is_divided=False)
     module.log.reset_mock()
+    before = _weights_of_means(module)
     several = step == "validation_step" and len(trainer.num_val_batches) > 1
     # The type of new tensors is that of the step. Autocast would round, and halves would differ from the whole.
     with nullcontext() if isinstance(plugin, MixedPrecision) else plugin.forward_context(), _gradients(module, step):
@@ -221,7 +238,13 @@ def _pass(trainer: Any, step: str, batch: StepParts, samples: int) -> _Pass:
         numbers[_LOSS] = _Number(float(loss.detach()), samples, "mean", size=abs(float(loss.detach())))
         with suppress(RuntimeError):  # of a loss without gradients, or a recomputation that works in `backward` only
             numbers[_SLOPE] = _slope(loss, module, samples)
-    return _Pass(numbers, states)
+    weights = {name: weight - before.get(name, 0.0) for name, weight in _weights_of_means(module).items()}
+    return _Pass(numbers, states, weights)
+
+
+def _weights_of_means(module: L.LightningModule) -> dict[str, float]:
+    """Return the sum of the weights of each MeanMetric of the module by name."""
+    return {name: float(one.weight) for name, one in module.named_modules() if isinstance(one, MeanMetric)}
 
 
 def _gradients(module: L.LightningModule, step: str) -> Any:

@@ -1,9 +1,11 @@
 """A loss that does not divide by samples is found in the first step on ranks or micro-batches."""
 
+import logging
 from collections import defaultdict, deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -353,6 +355,43 @@ def test_a_metric_that_is_no_mean_over_samples_is_named(folder: Path, caplog: py
     for name in ("val_loss", "val_acc", "val_weighted_metric", "val_first", "val_most"):
         assert float(two[name]) == pytest.approx(float(one[name]), rel=1e-9)
     assert float(two["val_weighted_loss"]) != pytest.approx(float(one["val_weighted_loss"]), rel=1e-6)
+
+
+class MeansOfBatches(Vectors):
+    """Updates metrics by a mean without its weight, with it, once for each sample, and in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means = nn.ModuleDict({name: MeanMetric() for name in ("plain", "weighted", "single", "trained")})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.means["trained"](batch[0].mean())
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+        self.means["plain"](losses.mean())
+        self.means["weighted"](losses.mean(), weight=len(losses))
+        for loss in losses:
+            self.means["single"](loss)
+
+
+def named_means(folder: Path, size: int) -> list[str]:
+    """Return the metrics that a rank names as means over batches."""
+    words = [*OWN, f"+module._target_={__name__}.MeansOfBatches", f"+data.batch_size={size}", *DIVIDED[0]]
+    with mock.patch.object(logging.getLogger("onecurve.checks.loss"), "warning") as warn:
+        run_experiment(compose(folder, *words))
+    return sorted(call.args[1] for call in warn.call_args_list if "MeanMetric" in call.args[0])
+
+
+@pytest.mark.parametrize(("size", "uneven"), [(32, []), (33, ["means.trained"])])
+def test_a_mean_over_batches_is_named(size: int, uneven: list[str], pool: Pool, folder: Path) -> None:
+    assert pool.run(2, named_means, folder, size) == [["means.plain", *uneven]] * 2
+
+
+def test_a_mean_over_batches_is_right_on_one_process(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(compose(folder, *OWN, f"+module._target_={__name__}.MeansOfBatches"))
+    assert "MeanMetric" not in caplog.text
 
 
 def time_first(samples: list[Any]) -> Any:
