@@ -10,6 +10,7 @@ from types import NoneType, UnionType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from onecurve.errors import UserError, suggest
 
@@ -42,6 +43,14 @@ def build(node: DictConfig, **changes: Any) -> Any:
             # No import failed: a class of Lightning found that an optional package is missing.
             raise UserError(f"{node._target_}: {cause}") from error
         raise
+
+
+def plain_config(node: Any) -> Any:
+    """Return the lists and dictionaries of Python for those of Hydra; interpolations that nothing resolves stay."""
+    try:
+        return OmegaConf.to_container(node, resolve=True)
+    except OmegaConfBaseException:  # such as `${hydra:...}` in a process that Hydra has not started
+        return OmegaConf.to_container(node)
 
 
 def check_options(cfg: DictConfig) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from onecurve.checkpoint import sharded
@@ -22,9 +23,10 @@ from onecurve.network.net import NET
 from onecurve.network.tensors import with_versions
 from onecurve.patches.torch import tree_map
 from onecurve.records.files import atomic_write
+from onecurve.targets import plain_config
 
 _log = logging.getLogger(__name__)
-_HYPER_PARAMETERS, _TYPE = "hyper_parameters", "hparams_type"  # keys of Lightning's checkpoints
+_HYPER_PARAMETERS, _TYPE = "hyper_parameters", "hparams_type"  # ends of Lightning's keys, for module and DataModule
 _PLAIN_TYPES = (type(None), str, bytes, bool, int, float, Tensor)
 
 
@@ -83,20 +85,25 @@ def _object_in(error: UnpicklingError) -> str:
     )
 
 
-def _without_numpy(value: Any) -> Any:
-    """Return a Python number for one of NumPy, such as a learning rate, and a tensor for an array of numbers."""
+def _as_plain(value: Any) -> Any:
+    """Return a Python number for one of NumPy, such as a learning rate, and a tensor for an array of numbers.
+
+    Hydra's lists and dictionaries, which it gives to a module or DataModule by default, become those of Python.
+    """
     if isinstance(value, np.generic):
         return value.item()
+    if OmegaConf.is_config(value):
+        return plain_config(value)
     return torch.from_numpy(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else value
 
 
 def _without_objects(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the checkpoint without what torch.load refuses: NumPy's numbers, and objects as hyper-parameters."""
-    kept = {key: value for key, value in checkpoint.items() if key != _TYPE}
+    kept = {key: value for key, value in checkpoint.items() if not key.endswith(_TYPE)}
     for key in [key for key in kept if not key.endswith("state_dict")]:  # which have versions as attributes
-        kept[key] = tree_map(_without_numpy, kept[key])
-    if _HYPER_PARAMETERS in kept:
-        kept[_HYPER_PARAMETERS] = {key: value for key, value in kept[_HYPER_PARAMETERS].items() if is_plain(value)}
+        kept[key] = tree_map(_as_plain, kept[key])
+        if key.endswith(_HYPER_PARAMETERS):
+            kept[key] = {name: value for name, value in kept[key].items() if is_plain(value)}
     return kept
 
 

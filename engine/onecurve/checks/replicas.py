@@ -48,7 +48,8 @@ class ReplicaCheck(L.Callback):
         is_new, self._seen = self._seen is not pl_module, pl_module
         if stage == "fit" and is_new and names_that_differ(_summaries(dict(pl_module.named_parameters()))):
             raise UserError(
-                "the ranks begin with different weights: build the module after the trainer, which seeds the generators"
+                "the ranks begin with different weights: build the module after the trainer, which seeds the "
+                "generators, or call lightning.seed_everything first"
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

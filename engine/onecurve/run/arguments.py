@@ -29,6 +29,10 @@ REFUSED = {
     "fast_dev_run": False,
     "barebones": False,
 }
+_INSTEAD = {
+    "fast_dev_run": "set max_epochs, limit_train_batches, limit_val_batches and limit_test_batches to 1",
+    "overfit_batches": "train on a Subset with the samples of so many batches",
+}
 
 _BY_MEMORY = (
     "BatchSizeFinder would choose the experiment by the memory of a device, as would Tuner.scale_batch_size: leave it "
@@ -46,7 +50,7 @@ def check_arguments(seed: Any, virtual_ranks: Any, bit_exact: Any, kwargs: dict[
         raise UserError(f"bit_exact={bit_exact}: give true or false")
     for name, default in REFUSED.items():
         if (value := kwargs.pop(name, default)) != default:
-            raise UserError(f"Trainer({name}={value}) has no meaning here: leave it out")
+            raise UserError(f"Trainer({name}={value}) has no meaning here: {_INSTEAD.get(name, 'leave it out')}")
     for name, value in os.environ.items():
         if name.startswith("PL_TRAINER_") and value:  # Lightning would take it, past what the run records and divides
             argument = name.removeprefix("PL_TRAINER_").lower()

@@ -57,6 +57,10 @@ class RunRecorder(L.Callback):
         self._config_text = ""  # of every checkpoint: to write it as YAML takes as long as a save of a small network
         self._config_before: str | None = None  # the text of config.yaml, if a fit continues a run
 
+    def hold_loggers(self, trainer: L.Trainer) -> None:
+        """Take the loggers that have not started from the trainer, where a script finds them before the first stage."""
+        trainer.loggers = [one for one in trainer.loggers if one not in self._loggers]
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
             self._begin()

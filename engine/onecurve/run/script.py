@@ -1,14 +1,16 @@
 """The description of a run that a script starts: what its objects say of themselves, in the form of a configuration."""
 
 import sys
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import lightning as L
 import numpy as np
 from lightning.pytorch import callbacks
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from onecurve.targets import default_options
+from onecurve.targets import default_options, plain_config
 
 _PLAIN = (bool, int, float, str, type(None))
 _NOT_PLAIN = object()
@@ -89,7 +91,14 @@ def _target(part: Any) -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """Return what YAML can hold of a value: numbers, texts, flags, and lists and dictionaries of them."""
+    """Return what YAML can hold of a value: numbers, texts, flags, and lists and dictionaries of them.
+
+    A class with arguments, as Hydra gives an optimizer with `_partial_: true`, is its name with these.
+    """
+    if isinstance(value, partial) and isinstance(value.func, type | FunctionType):
+        value = {**value.keywords, "_partial_": f"{value.func.__module__}.{value.func.__qualname__}"}
+    if isinstance(value, ListConfig):  # a DictConfig may be a whole configuration, with the paths of this run
+        value = plain_config(value)
     if isinstance(value, dict):
         plain = {str(name): _plain(item) for name, item in value.items()}
         return {name: item for name, item in plain.items() if item is not _NOT_PLAIN}

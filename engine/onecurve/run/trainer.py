@@ -159,7 +159,7 @@ class Trainer(L.Trainer):
             accelerator=accelerator,
             devices=devices,
             callbacks=self._all_callbacks(given, timeout),
-            logger=CSVLogger(self._folder),  # RunRecorder puts the others before it, when it starts them
+            logger=[*loggers, CSVLogger(self._folder)],
             plugins=plugins,
             default_root_dir=self._folder,
             enable_checkpointing=arguments.has_kind(given, Checkpoint),
@@ -283,6 +283,7 @@ class Trainer(L.Trainer):
     @contextmanager
     def _stage(self, path: str | None) -> Iterator[None]:
         """Return a context for a stage, after which a notebook goes on, and a script draws other numbers each time."""
+        self._recorder.hold_loggers(self)
         try:
             with ended_here() if self._is_script and hasattr(sys, "ps1") else nullcontext(), translated_errors(path):
                 yield

@@ -37,6 +37,7 @@ from lightning.pytorch.demos.boring_classes import (
     RandomDataset,
     RandomIterableDataset,
 )
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
 from omegaconf import OmegaConf
@@ -750,7 +751,8 @@ def test_a_best_checkpoint_that_no_run_has_kept(folder: Path) -> None:
         ({"virtual_ranks": 0}, "virtual_ranks=0: give an integer"),
         ({"bit_exact": "yes"}, "bit_exact=yes: give true or false"),
         ({"strategy": "ddpp"}, "strategy=ddpp: did you mean ddp"),
-        ({"fast_dev_run": True}, r"Trainer\(fast_dev_run=True\) has no meaning here"),
+        ({"fast_dev_run": True}, r"Trainer\(fast_dev_run=True\) has no meaning here: set max_epochs, limit_train"),
+        ({"overfit_batches": 3}, r"Trainer\(overfit_batches=3\) has no meaning here: train on a Subset"),
         ({"barebones": True}, r"Trainer\(barebones=True\) has no meaning here"),
         ({"callbacks": BatchSizeFinder()}, "BatchSizeFinder would choose the experiment"),
         ({"accumulate_grad_batches": 0}, "accumulate_grad_batches=0: give a number of micro-batches"),
@@ -1022,6 +1024,76 @@ def test_hyper_parameters_are_compared(lr: Any, changed: Any, folder: Path) -> N
         trainer(folder, max_epochs=2).fit(Hyper(changed), loader(), ckpt_path="last")
 
 
+class OfHydra(Boring):
+    """Keeps what Hydra gives to a module: an optimizer that lacks weights, a list of its own kind, and a network."""
+
+    def __init__(self, optimizer: Any, widths: Any, net: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+
+    def configure_optimizers(self) -> Any:
+        return self.hparams["optimizer"](self.parameters())
+
+
+class DataOfHydra(BoringDataModule):
+    def __init__(self, lengths: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_hyper_parameters_of_hydra(folder: Path) -> None:
+    """They are compared and saved, so that a run goes on and its best checkpoint can be tested."""
+
+    def fit(epochs: int, lr: float = 0.1, lengths: tuple[int, ...] = (3, 1)) -> onecurve.Trainer:
+        one = trainer(folder, max_epochs=epochs)
+        config = OmegaConf.create({"widths": [2, {"last": 4}], "lengths": list(lengths), "optimizer": {"lr": lr}})
+        optimizer = partial(torch.optim.SGD, **config.optimizer)
+        module = OfHydra(optimizer, config.widths, torch.nn.Linear(1, 1))
+        one.fit(module, datamodule=DataOfHydra(config.lengths), ckpt_path="last")
+        return one
+
+    fit(1)
+    fit(2).test(ckpt_path="last", verbose=False)
+    last = folder / "checkpoints" / "last.ckpt"
+    assert OfHydra.load_from_checkpoint(last, optimizer=None).hparams["widths"] == [2, {"last": 4}]
+    assert DataOfHydra.load_from_checkpoint(last).hparams["lengths"] == [3, 1]
+    with pytest.raises(UserError, match=r"had module\.optimizer\.lr=0\.1 \(now 0\.2\)"):
+        fit(3, lr=0.2)
+    with pytest.raises(UserError, match=r"had data\.lengths=\[3, 1\] \(now \[2, 2\]\)"):
+        fit(3, lengths=(2, 2))
+
+
+def test_hyper_parameters_that_hydra_cannot_resolve(folder: Path) -> None:
+    """Such as `${hydra:runtime.cwd}` in a process that Hydra has not started."""
+    config = OmegaConf.create({"widths": ["${nowhere}"]})
+    trainer(folder).fit(OfHydra(partial(torch.optim.SGD, lr=0.1), config.widths), loader())
+    checkpoint = torch.load(folder / "checkpoints" / "last.ckpt")
+    assert checkpoint["hyper_parameters"] == {"widths": ["${nowhere}"], "net": None}
+
+
+class Noting(DummyLogger):
+    """Keeps what it logs as hyper-parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.params: dict[str, Any] = {}
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.params |= params
+
+
+def test_a_script_logs_hyper_parameters_before_the_run(folder: Path) -> None:
+    noting = Noting()
+    one = trainer(folder, logger=[noting])
+    assert one.logger is noting
+    for logger in one.loggers:
+        logger.log_hyperparams({"of the script": 1})
+    one.fit(Boring(), loader())
+    assert noting.params["of the script"] == 1
+    assert noting.params["seed"] == 0
+    assert [type(logger).__name__ for logger in one.loggers] == ["Noting", "CSVLogger"]
+
+
 def test_the_same_trainer_describes_each_fit(folder: Path) -> None:
     one = trainer(folder)
     one.fit(Boring(), loader())
@@ -1049,7 +1121,7 @@ def fit_with_other_weights(folder: Path) -> None:
 
 
 def test_ranks_begin_with_the_same_weights(pool: Pool, folder: Path) -> None:
-    with pytest.raises(RankFailed, match="the ranks begin with different weights: build the module after the trainer"):
+    with pytest.raises(RankFailed, match=r"the ranks begin with different weights: .*, or call lightning.seed_ev"):
         pool.run(2, fit_with_other_weights, folder)
 
 
