@@ -213,7 +213,7 @@ def worker_options(loader: DataLoader[Any], workers: int, seed: int, epoch: int 
 
     The seeds of the workers, which a dataset may take for generators of its own, are those of the run and the epoch.
     """
-    # A rank is spawned, and so would be its workers: each would import torch again.
+    # Where ranks are spawned, so would be their workers: each would import torch again.
     context = loader.multiprocessing_context or ("fork" if workers and sys.platform == "linux" else None)
     return {
         "num_workers": workers,

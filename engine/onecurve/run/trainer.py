@@ -185,7 +185,10 @@ class Trainer(L.Trainer):
         return dict(sorted(given.items(), key=lambda item: isinstance(item[1], LastCheckpoint)))
 
     def _all_callbacks(self, given: dict[str, L.Callback], timeout: float) -> list[L.Callback]:
-        """Return the callbacks of every run around those given, in the order in which Lightning calls their hooks."""
+        """Return the callbacks of every run around those given, in the order of their hooks.
+
+        Lightning moves those that tune before all others, and those that save checkpoints behind them.
+        """
         normalize = [NormGroups()] if self.sync_batchnorm and not self.bit_exact else []
         return [
             BegunEpoch(),  # before a signal may save, at the first step
