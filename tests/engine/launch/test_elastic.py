@@ -11,7 +11,13 @@ import torch
 from onecurve.errors import UserError
 from onecurve.launch import start as launching
 from onecurve.launch.outcome import RankFailedError
-from onecurve.launch.restarts import DevicePolicy, unusable_devices, with_devices, with_smaller_micro_batches
+from onecurve.launch.restarts import (
+    DevicePolicy,
+    next_start,
+    unusable_devices,
+    with_devices,
+    with_smaller_micro_batches,
+)
 from onecurve.records.events import append_event, read_events
 from tests.support.runs import compose
 
@@ -162,7 +168,7 @@ def test_a_restart_says_what_it_has_changed(
     cfg = compose(folder, *options, option)
     cfg.runtime.world_size = 2
     folder.mkdir()
-    launching._next_start(cfg, DevicePolicy([0, 1], cfg), RankFailedError("rank 0 failed: OutOfMemoryError"))
+    next_start(cfg, DevicePolicy([0, 1], cfg), RankFailedError("rank 0 failed: OutOfMemoryError"))
     assert capsys.readouterr().err.endswith(message)
 
 
