@@ -151,6 +151,8 @@ def log_script(rank: int) -> None:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
+    elif rank > 0 and not logger.handlers:  # those of the script, such as Hydra's, would show each line on every rank
+        logger.setLevel(logging.ERROR)
 
 
 class _ScriptFormatter(logging.Formatter):

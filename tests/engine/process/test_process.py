@@ -14,7 +14,7 @@ from rich.file_proxy import FileProxy
 
 from onecurve.config import command_line
 from onecurve.extras.sweeps.devices import _reserve_cores
-from onecurve.process.rank import TerminalHandler, cores_per_rank
+from onecurve.process.rank import TerminalHandler, cores_per_rank, log_script
 from onecurve.process.signals import die_with_parent
 
 COMMAND = f"wandb sync /{'a-long-folder/' * 8}host:100:key:/"  # ":100:" is also the name of an emoji
@@ -92,3 +92,21 @@ def test_freed_blocks_are_reused() -> None:
     again, many = faults("map again")
     assert again == "True"
     assert few * 3 < min(many, faults("leave")[1])
+
+
+@pytest.mark.parametrize(("rank", "shown"), [(0, ["careful", "wrong"]), (1, ["wrong"])])
+def test_a_script_that_configures_logging_shows_a_warning_once(
+    rank: int, shown: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handlers of the script, such as Hydra's, are in each rank."""
+    logger = logging.getLogger("onecurve")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
+    level = logger.level
+    try:
+        log_script(rank)
+        logging.getLogger("onecurve.checks").warning("careful")
+        logging.getLogger("onecurve.checks").error("wrong")
+    finally:
+        logger.setLevel(level)
+    assert caplog.messages == shown
