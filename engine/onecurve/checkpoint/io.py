@@ -10,6 +10,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -26,7 +27,9 @@ from onecurve.records.files import atomic_write
 from onecurve.targets import plain_config
 
 _log = logging.getLogger(__name__)
-_HYPER_PARAMETERS, _TYPE = "hyper_parameters", "hparams_type"  # ends of Lightning's keys, for module and DataModule
+_PARTS = (L.LightningModule, L.LightningDataModule)  # whose hyper-parameters a checkpoint has
+_HYPER_PARAMETERS = [part.CHECKPOINT_HYPER_PARAMS_KEY for part in _PARTS]
+_TYPES = [part.CHECKPOINT_HYPER_PARAMS_TYPE for part in _PARTS]
 _PLAIN_TYPES = (type(None), str, bytes, bool, int, float, Tensor)
 
 
@@ -99,10 +102,10 @@ def _as_plain(value: Any) -> Any:
 
 def _without_objects(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the checkpoint without what torch.load refuses: NumPy's numbers, and objects as hyper-parameters."""
-    kept = {key: value for key, value in checkpoint.items() if not key.endswith(_TYPE)}
+    kept = {key: value for key, value in checkpoint.items() if key not in _TYPES}
     for key in [key for key in kept if not key.endswith("state_dict")]:  # which have versions as attributes
         kept[key] = tree_map(_as_plain, kept[key])
-        if key.endswith(_HYPER_PARAMETERS):
+        if key in _HYPER_PARAMETERS:
             kept[key] = {name: value for name, value in kept[key].items() if is_plain(value)}
     return kept
 

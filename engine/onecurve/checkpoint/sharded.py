@@ -9,6 +9,7 @@ import glob
 import secrets
 import shutil
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,22 +86,26 @@ def remove_unused_folders(file: Path) -> None:
     if not folders:  # reading the checkpoints takes time
         return
     try:
-        used = {_folder_name(checkpoint) for checkpoint in {file, *file.parent.glob("*.ckpt")} if checkpoint.is_file()}
+        used = [_pickle_of(one) for one in {file, *file.parent.glob("*.ckpt")} if one.is_file()]
     except OSError:  # of a file system that does not answer: the next save looks again
         return
     for folder in folders:
-        if folder.name not in used:
+        if not any(folder.name.encode() in each for each in used):
             shutil.rmtree(folder, ignore_errors=True)  # another process may be reading it
 
 
-def _folder_name(file: Path) -> str | None:
-    """Return the name of a checkpoint's folder, or None if it has none or cannot be read."""
+def _pickle_of(file: Path) -> bytes:
+    """Return the pickle in a checkpoint, whose text names the folder; nothing of a corrupt file.
+
+    It is not loaded: the user may have put objects into the checkpoint, which `torch.load` refuses.
+    """
     try:
-        return torch.load(file, map_location="meta", mmap=True, weights_only=True).get(SHARDS)
+        with zipfile.ZipFile(file) as archive:
+            return archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
     except OSError:
         raise
     except Exception:  # a corrupt file can raise anything
-        return None
+        return b""
 
 
 def map_tensors(checkpoint: dict[str, Any], function: Callable[[Tensor], Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -179,17 +180,17 @@ def test_a_save_removes_what_killed_processes_have_left(tmp_path: Path) -> None:
 
 def test_no_folder_is_removed_that_a_file_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that does not answer for a moment, or another process that reads the folder, ends no run."""
-    io, load = AtomicCheckpointIO(), torch.load
+    io, open_zip = AtomicCheckpointIO(), zipfile.ZipFile
     (tmp_path / "last.00000001.shards").mkdir()
     io.save_checkpoint({"shards": "last.00000001.shards"}, tmp_path / "last.ckpt")
 
     def fail(file: Any, *args: Any, **options: Any) -> Any:
         if Path(file).name == "previous.ckpt":
             raise OSError(errno.EIO, "input/output error")
-        return load(file, *args, **options)
+        return open_zip(file, *args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "load", fail)
+        patch.setattr(zipfile, "ZipFile", fail)
         io.save_checkpoint({}, tmp_path / "last.ckpt")
     assert list(tmp_path.glob("*.shards"))
     with monkeypatch.context() as patch:
@@ -197,6 +198,20 @@ def test_no_folder_is_removed_that_a_file_may_use(tmp_path: Path, monkeypatch: p
         io.save_checkpoint({}, tmp_path / "last.ckpt")
     io.save_checkpoint({}, tmp_path / "last.ckpt")
     assert not list(tmp_path.glob("*.shards"))
+
+
+def test_a_checkpoint_with_an_object_keeps_its_folder(tmp_path: Path) -> None:
+    """The user may read the object with weights_only=False."""
+    (tmp_path / "last.00000001.shards").mkdir()
+    AtomicCheckpointIO().save_checkpoint({"shards": "last.00000001.shards", "path": tmp_path}, tmp_path / "last.ckpt")
+    assert list(tmp_path.glob("*.shards"))
+
+
+@pytest.mark.parametrize("value", [[1, 2], {"lr": 0.1}])
+def test_a_key_of_the_user_is_no_key_of_lightning(value: Any, tmp_path: Path) -> None:
+    own = {"my_hyper_parameters": value, "my_hparams_type": "small"}
+    AtomicCheckpointIO().save_checkpoint(own, tmp_path / "last.ckpt")
+    assert torch.load(tmp_path / "last.ckpt") == own
 
 
 def test_initial_weights_of_a_checkpoint_of_plain_lightning(tmp_path: Path) -> None:
