@@ -145,7 +145,7 @@ class DivisionCheck(L.Callback):
         """Name the means to which a batch adds as much weight as each of its halves."""
         *halves, whole = (each.weights for each in passes)
         for name in sorted(whole.keys() - self._warned):
-            if not np.isclose(whole[name], sum(half[name] for half in halves), rtol=1e-3):
+            if not np.isclose(whole[name], sum(half.get(name, 0.0) for half in halves), rtol=1e-3):
                 self._warned.add(name)
                 _log.warning(_NO_WEIGHT, name)
 
@@ -244,7 +244,7 @@ def _pass(trainer: Any, step: str, batch: StepParts, samples: int) -> _Pass:
 
 def _weights_of_means(module: L.LightningModule) -> dict[str, float]:
     """Return the sum of the weights of each MeanMetric of the module by name."""
-    return {name: float(one.weight) for name, one in module.named_modules() if isinstance(one, MeanMetric)}
+    return {name: float(one.weight.sum()) for name, one in module.named_modules() if isinstance(one, MeanMetric)}
 
 
 def _gradients(module: L.LightningModule, step: str) -> Any:

@@ -389,6 +389,44 @@ def test_a_mean_over_batches_is_named(size: int, uneven: list[str], pool: Pool, 
     assert pool.run(2, named_means, folder, size) == [["means.plain", *uneven]] * 2
 
 
+class MeanOfClasses(MeanMetric):
+    """Has a mean for each of ten classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("mean_value", "weight"):
+            self.add_state(name, torch.zeros(10), "sum")
+
+    def update(self, losses: Any, classes: Any) -> None:  # type: ignore[override]
+        self.mean_value.index_add_(0, classes, losses)
+        self.weight.index_add_(0, classes, torch.ones_like(losses))
+
+
+class MeansOfItsOwn(Vectors):
+    """Has a metric of the user's, and makes one for each class when its first sample comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.together, self.classes = MeanOfClasses(), nn.ModuleDict()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+        self.together.update(losses, batch[1])
+        for loss, number in zip(losses, batch[1].tolist(), strict=True):
+            if str(number) not in self.classes:
+                self.classes[str(number)] = MeanMetric()
+            cast(MeanMetric, self.classes[str(number)]).update(loss)
+
+
+def test_means_of_other_kinds_end_no_check(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = [*OWN, f"+module._target_={__name__}.MeansOfItsOwn", *DIVIDED[1]]
+    check = DivisionCheck._warn_of_batch_means
+    with mock.patch.object(DivisionCheck, "_warn_of_batch_means", autospec=True, side_effect=check) as warn:
+        fit(compose(folder, *words))
+    assert warn.called  # a step that fails is not checked
+    assert "MeanMetric" not in caplog.text
+
+
 def test_a_mean_over_batches_is_right_on_one_process(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(compose(folder, *OWN, f"+module._target_={__name__}.MeansOfBatches"))
     assert "MeanMetric" not in caplog.text
