@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from itertools import chain, repeat
 from typing import Any, NamedTuple, cast
 
@@ -40,6 +40,8 @@ from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import EVALUATION, seed_generators
 
 _log = logging.getLogger(__name__)
+_NOT_CALLED = "%s: %s of %s is not called: batches are made of its dataset, sampler and collate_fn"
+_warn_once = cache(_log.warning)  # and not in each stage, nor each epoch that reloads
 _OPTION = "trainer.limit_train_batches"
 
 
@@ -94,8 +96,7 @@ def _check_loader(loader: Any, method: str) -> None:
         if kind.__iter__ is not DataLoader.__iter__:
             raise UserError(f"{method}: {kind.__name__} has an __iter__ of its own: return a torch DataLoader")
         for name in (one for one in LOADER_METHODS if getattr(kind, one) is not getattr(DataLoader, one)):
-            parts = "batches are made of its dataset, sampler and collate_fn"
-            _log.warning("%s: %s of %s is not called: %s", method, name, kind.__name__, parts)
+            _warn_once(_NOT_CALLED, method, name, kind.__name__)
     if hasattr(loader.sampler, "num_replicas"):
         raise UserError(f"{method} has a {type(loader.sampler).__name__}: leave it out, ranks share the data anyway")
 
@@ -132,8 +133,7 @@ class TrainingLoaders:
         """Warn of samples at the end of an epoch that are never trained, as a loader in one order leaves the same."""
         for source in self.sources if self.limit is None else []:
             rest = (source.samples or 0) % source.batch_size
-            has_one_order = isinstance(sampler_of(source.loader), SequentialSampler)
-            if rest and has_one_order and not source.loader.drop_last:
+            if rest and isinstance(sampler_of(source.loader), SequentialSampler) and not source.loader.drop_last:
                 _log.warning(
                     "%s: the last %d of %d samples are never trained, because an epoch takes whole batches and the "
                     "loader does not shuffle: set shuffle=True, or a batch_size that divides them",

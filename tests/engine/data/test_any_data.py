@@ -199,7 +199,9 @@ class OwnBatches(DataLoader[Any]):
 
 def test_warns_of_a_loader_whose_method_is_not_called(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING", "onecurve")
-    set_up(OwnBatches(POINTS, 10), folder)
+    for _ in range(2):
+        set_up(OwnBatches(POINTS, 10), folder)
+    assert caplog.text.count("OwnBatches") == 1
     assert "_get_iterator of OwnBatches is not called: batches are made of its dataset, sampler and" in caplog.text
     caplog.clear()
     set_up(DataLoader(POINTS, 10), folder)
