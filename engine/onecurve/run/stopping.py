@@ -84,11 +84,13 @@ class PreemptionHandler(L.Callback):
         raise signals.Stopped(signal_number)
 
     def _save(self, trainer: L.Trainer) -> None:
-        """Save `last.ckpt`, also in a run that keeps no checkpoints."""
-        for one in _last_checkpoints(trainer):
-            one.save(trainer)
-        if not _last_checkpoints(trainer):
-            trainer.save_checkpoint(self.folder / CHECKPOINTS / LAST, weights_only=False)
+        """Save `last.ckpt` of the run folder, also of a run whose callbacks keep none or have another folder."""
+        file = self.folder / CHECKPOINTS / LAST
+        savers = [one for one in _last_checkpoints(trainer) if Path(one.best_model_path).resolve() == file.resolve()]
+        if savers:
+            savers[0].save(trainer)
+        else:
+            trainer.save_checkpoint(file, weights_only=False)
 
 
 def _last_checkpoints(trainer: L.Trainer) -> list[LastCheckpoint]:
