@@ -2,7 +2,8 @@
 
 import logging
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -44,7 +45,7 @@ class RunRecorder(L.Callback):
 
     def __init__(self, config: DictConfig | None, loggers: Iterable[Logger] = ()) -> None:
         self.config: Any = config
-        self._loggers = loggers
+        self._loggers = list(loggers)
         self._begin()
 
     def _begin(self) -> None:
@@ -57,9 +58,18 @@ class RunRecorder(L.Callback):
         self._config_text = ""  # of every checkpoint: to write it as YAML takes as long as a save of a small network
         self._config_before: str | None = None  # the text of config.yaml, if a fit continues a run
 
-    def hold_loggers(self, trainer: L.Trainer) -> None:
-        """Take the loggers that have not started from the trainer, where a script finds them before the first stage."""
+    @contextmanager
+    def held_loggers(self, trainer: L.Trainer) -> Iterator[None]:
+        """Take the loggers that have not started from the trainer, where a script finds them before and after a stage.
+
+        A script may also have removed one there.
+        """
+        self._loggers = [one for one in trainer.loggers if one in self._loggers]
         trainer.loggers = [one for one in trainer.loggers if one not in self._loggers]
+        try:
+            yield
+        finally:
+            trainer.loggers = [*self._loggers, *trainer.loggers]
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -142,7 +152,7 @@ class RunRecorder(L.Callback):
         """Start the loggers in this process, log the configuration, and record the start of the run."""
         data, stage = cast(Any, trainer.datamodule), trainer.state.fn
         trainer.loggers = [*start_loggers(self._loggers), *trainer.loggers]
-        self._loggers = ()
+        self._loggers = []
         self._config_text = OmegaConf.to_yaml(self.config)
         settings = cast(dict[str, Any], OmegaConf.to_container(self.config))
         settings |= {"data_source": data.description, "global_batch_size": data.global_batch_size}

@@ -86,8 +86,12 @@ def _describe_options(part: Any) -> dict[str, Any]:
 
 def _target(part: Any) -> dict[str, str]:
     """Return the name of a class; none of a class in a function."""
-    name = f"{type(part).__module__}.{type(part).__qualname__}".replace("__mp_main__", "__main__")
+    name = _name_of(type(part))
     return {} if "<locals>" in name else {"_target_": name}
+
+
+def _name_of(kind: type | FunctionType) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}".replace("__mp_main__", "__main__")
 
 
 def _plain(value: Any) -> Any:
@@ -96,7 +100,7 @@ def _plain(value: Any) -> Any:
     A class with arguments, as Hydra gives an optimizer with `_partial_: true`, is its name with these.
     """
     if isinstance(value, partial) and isinstance(value.func, type | FunctionType):
-        value = {**value.keywords, "_partial_": f"{value.func.__module__}.{value.func.__qualname__}"}
+        value = {**value.keywords, "_partial_": _name_of(value.func)}
     if isinstance(value, ListConfig):  # a DictConfig may be a whole configuration, with the paths of this run
         value = plain_config(value)
     if isinstance(value, dict):

@@ -286,9 +286,9 @@ class Trainer(L.Trainer):
     @contextmanager
     def _stage(self, path: str | None) -> Iterator[None]:
         """Return a context for a stage, after which a notebook goes on, and a script draws other numbers each time."""
-        self._recorder.hold_loggers(self)
+        ending = ended_here() if self._is_script and hasattr(sys, "ps1") else nullcontext()
         try:
-            with ended_here() if self._is_script and hasattr(sys, "ps1") else nullcontext(), translated_errors(path):
+            with ending, translated_errors(path), self._recorder.held_loggers(self):
                 yield
             self.final_metrics |= self.callback_metrics
         finally:

@@ -12,6 +12,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -50,6 +51,7 @@ from onecurve.errors import UserError
 from onecurve.identity.option_kinds import experiment_options
 from onecurve.observe.csv import CSVLogger
 from onecurve.records.events import append_event, read_events
+from onecurve.run.saving import LastCheckpoint
 from onecurve.run.script import _describe_options
 from tests.support.commands import ROOT
 from tests.support.comparison import check_last_checkpoints
@@ -872,6 +874,18 @@ def test_a_notebook_goes_on_after_an_interrupt(folder: Path, monkeypatch: pytest
     assert again.global_step == 8
 
 
+@pytest.mark.parametrize("folders", [["elsewhere"], ["elsewhere", "checkpoints", "checkpoints"]], ids=len)
+def test_a_signal_saves_once_in_the_run_folder(
+    folders: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There a run looks for its last checkpoint, whatever folders its callbacks have."""
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    savers = [LastCheckpoint(str(folder / name)) for name in folders]
+    with pytest.raises(KeyboardInterrupt):
+        trainer(folder, callbacks=[Interrupted(), *savers]).fit(Boring(), loader())
+    assert [file.name for file in (folder / "checkpoints").iterdir()] == ["last.ckpt"]
+
+
 class InterruptedValidation(L.Callback):
     """Sends this process a signal in its first batch."""
 
@@ -1063,6 +1077,13 @@ def test_hyper_parameters_of_hydra(folder: Path) -> None:
         fit(3, lengths=(2, 2))
 
 
+def test_an_optimizer_of_a_spawned_script_has_the_same_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for epochs, name in enumerate(("__main__", "__mp_main__"), 1):
+        own = type("Own", (torch.optim.SGD,), {"__module__": name})
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(Own=own))  # or Lightning would not keep it
+        trainer(folder, max_epochs=epochs).fit(OfHydra(partial(own, lr=0.1), []), loader(), ckpt_path="last")
+
+
 def test_hyper_parameters_that_hydra_cannot_resolve(folder: Path) -> None:
     """Such as `${hydra:runtime.cwd}` in a process that Hydra has not started."""
     config = OmegaConf.create({"widths": ["${nowhere}"]})
@@ -1092,6 +1113,24 @@ def test_a_script_logs_hyper_parameters_before_the_run(folder: Path) -> None:
     assert noting.params["of the script"] == 1
     assert noting.params["seed"] == 0
     assert [type(logger).__name__ for logger in one.loggers] == ["Noting", "CSVLogger"]
+
+
+def test_a_script_removes_a_logger_before_the_run(folder: Path) -> None:
+    """The others come back after a stage that fails before they start, or starts them in another process."""
+
+    class Fails(Boring):
+        def configure_optimizers(self) -> Any:
+            raise KeyError("rate")
+
+    kept, removed = Noting(), Noting()
+    one = trainer(folder, logger=[kept, removed])
+    one.loggers = [logger for logger in one.loggers if logger is not removed]
+    with pytest.raises(KeyError, match="rate"):
+        one.fit(Fails(), loader())
+    assert one.logger is kept
+    one.fit(Boring(), loader())
+    assert kept.params
+    assert not removed.params
 
 
 def test_the_same_trainer_describes_each_fit(folder: Path) -> None:
