@@ -23,10 +23,9 @@ train: install
 doctor: install
 	$(BIN)/python train.py doctor=true $(ARGS)
 
-# Some minutes: what every change waits for. Three processes take the test files in turn, each with one
-# thread: on two cores, because tests of several ranks wait for each other.
+# Some minutes: what every change waits for. Two processes take the test files in turn, each with one thread.
 test: install lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # About an hour: every strategy, schedule and documented command. ARGS=tests/engine/parity runs a part.
 test-all: install lint

@@ -4,12 +4,17 @@ A job runs on as many workers as its world has ranks, with the variables of a la
 removed after it.
 """
 
+import faulthandler
 import logging
 import multiprocessing as mp
 import os
+import signal
+import tempfile
+import time
 import traceback
 from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -58,6 +63,7 @@ class Pool:
             process.kill()
             process.join()
             connection.close()
+            _stacks(process.pid).unlink(missing_ok=True)
         self._ranks = []
 
     def _start(self, count: int) -> None:
@@ -84,12 +90,24 @@ class Pool:
                 return connection.recv()
         except EOFError:  # it has died
             process.join()
-        state = "timed out" if process.is_alive() else f"died: exit code {process.exitcode}"
+        state = f"timed out: {_stacks_of(process)}" if process.is_alive() else f"died: exit code {process.exitcode}"
         self.stop()  # the state of the other ranks is unknown
         return False, f"rank {rank} {state}"
 
 
+def _stacks(pid: int | None) -> Path:
+    return Path(tempfile.gettempdir(), f"stacks-of-{pid}.txt")
+
+
+def _stacks_of(process: Any) -> str:
+    """Return the stacks of the threads of a rank."""
+    os.kill(process.pid, signal.SIGUSR2)
+    time.sleep(1)  # faulthandler writes them in the rank
+    return _stacks(process.pid).read_text() if _stacks(process.pid).exists() else "before its first job"
+
+
 def _serve(connection: Connection) -> None:
+    faulthandler.register(signal.SIGUSR2, _stacks(os.getpid()).open("w"))
     import torch
 
     from onecurve.process.rank import close_process_group
