@@ -222,8 +222,13 @@ class OrderedData(L.LightningDataModule):
     def parallel(self) -> DataParallelInfo:
         """The strategy's division of batches among ranks and micro-batches; without a trainer, that of one process."""
         ranks: dict[str, Any] = (self.trainer and self.trainer.distributed_sampler_kwargs) or {}
-        numbers = ranks.get("num_replicas", 1), ranks.get("rank", 0), ranks.get("num_microbatches", 1)
-        return DataParallelInfo(*numbers, tuple(ranks.get("shares") or ()) or None, ranks.get("in_turn", False))
+        return DataParallelInfo(
+            dp_size=ranks.get("num_replicas", 1),
+            dp_rank=ranks.get("rank", 0),
+            num_microbatches=ranks.get("num_microbatches", 1),
+            shares=tuple(ranks.get("shares") or ()) or None,
+            in_turn=ranks.get("in_turn", False),
+        )
 
     @property
     def division(self) -> Division:
