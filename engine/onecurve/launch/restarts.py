@@ -142,6 +142,7 @@ def next_start(cfg: DictConfig, policy: DevicePolicy, end: RankFailedError | sig
 
 
 def with_devices_of(policy: DevicePolicy, cfg: DictConfig, reason: str) -> DictConfig:
+    """Return the configuration for the devices that the policy has chosen, and say why it has."""
     print(f"{reason}; going on with {len(policy.used)} of {len(policy.devices)} devices", file=sys.stderr)
     cfg = with_devices(cfg, policy.used)
     if cfg.runtime.chooses_strategy:
