@@ -4,6 +4,7 @@ The samples are fetched with the generators seeded for each, collated, and count
 """
 
 import logging
+import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,6 +34,7 @@ _log = logging.getLogger(__name__)
 _PROBED, _PROBED_PAIRS = 8, 4  # samples
 # What the loader of a rank takes over from the user's; what makes batches and starts workers aside.
 _OPTIONS = ("timeout", "in_order", "prefetch_factor", "persistent_workers")
+_UNDRAWN = random.Random(0).getstate()
 
 
 class RankLoader:
@@ -137,12 +139,14 @@ class SeededSamples(Dataset[Any]):
         is_divided: whether other ranks or micro-batches hold parts of the same global batch, so that `collate` must not
             draw random numbers nor change the number of samples.
         axis: what has the number of samples in a batch, if it is known.
+        draws_from_python: whether the dataset is known to draw from Python's generator.
     """
 
     dataset: Any
     collate: Callable[[list[Any]], Any]
     is_divided: bool = False
     axis: SampleAxis | None = None
+    draws_from_python: bool = False
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -152,14 +156,8 @@ class SeededSamples(Dataset[Any]):
         indices, keys = samples
         if fetches_batches(self.dataset):
             return indices, next(iter(self.dataset.batches(indices[None])))
-        worker = get_worker_info()
-        with isolate_rng(include_cuda=False) if worker is None else nullcontext():
-            items = []
-            for index, key in samples.T.tolist():
-                seed_generators(key)
-                if worker:  # which a dataset may ask for its seed
-                    object.__setattr__(worker, "seed", torch.initial_seed())
-                items.append(self._fetch(index))
+        with isolate_rng(include_cuda=False) if get_worker_info() is None else nullcontext():
+            items = self._fetch_seeded(samples)
             seed_generators(int(hash_ints(int(keys[0]))))
             with refuse_draws("collate_fn", self.is_divided):
                 batch = self.collate(items)
@@ -170,6 +168,26 @@ class SeededSamples(Dataset[Any]):
                     "number of processes: leave samples out in the dataset, or set bit_exact=true"
                 )
             return indices, batch
+
+    def _fetch_seeded(self, samples: Tensor) -> list[Any]:
+        """Fetch samples, each with generators of its key.
+
+        To seed Python's takes longer than to fetch a sample from memory. So that is left out until a first or a last
+        sample shows that the dataset draws from it; then the batch is fetched again.
+        """
+        random.seed(0)
+        worker = get_worker_info()
+        items: list[Any] = []
+        for index, key in samples.T.tolist():
+            seed_generators(key, with_python=self.draws_from_python)
+            if worker:  # which a dataset may ask for its seed
+                object.__setattr__(worker, "seed", torch.initial_seed())
+            items.append(self._fetch(index))
+            is_checked = not self.draws_from_python and len(items) in (1, samples.shape[1])
+            if is_checked and random.getstate() != _UNDRAWN:
+                self.draws_from_python = True
+                return self._fetch_seeded(samples)
+        return items
 
     def _fetch(self, index: int) -> Any:
         try:

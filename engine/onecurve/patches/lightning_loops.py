@@ -10,8 +10,7 @@ import lightning as L
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector as CheckpointConnector
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector as LoggerConnector
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as LoggedMean
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
@@ -75,8 +74,25 @@ class Optimization(_AutomaticOptimization):
     call_before_reset = _AutomaticOptimization._on_before_zero_grad
 
 
+class LoggedMean(_ResultMetric):
+    """A logged value, which moves to a device if it is not there.
+
+    Lightning copies its options each time that a value is logged, in a twelfth of a short step (result.py, line 412).
+    """
+
+    def to(self, device: Any, *args: Any, **kwargs: Any) -> "LoggedMean":
+        value = vars(self).get("value")  # a metric of the user's is there from its first update
+        if value is not None and value.device == device:
+            return self
+        return super().to(device, *args, **kwargs)  # type: ignore[return-value]
+
+
 class Results(_ResultCollection):
     """The values that a loop has logged."""
+
+    def __setitem__(self, name: str, result: Any) -> None:
+        result.__class__ = LoggedMean
+        super().__setitem__(name, result)
 
     @staticmethod
     def _get_cache(result: LoggedMean, on_step: bool) -> Tensor | None:

@@ -21,10 +21,11 @@ def drawing_epoch(trainer: Any) -> int:
     return trainer.current_epoch if trainer.training else EVALUATION
 
 
-def seed_generators(key: int, device_type: str = "cpu") -> None:
+def seed_generators(key: int, device_type: str = "cpu", with_python: bool = True) -> None:
     """Seed the global generators of torch, NumPy and Python, with those of this process's devices of a type."""
     seed_torch(key, device_type)
-    random.seed(key)
+    if with_python:
+        random.seed(key)
     # Of the low 32 bits alone, which torch's generator takes, it would give the numbers of torch.randint.
     np.random.seed((key ^ key >> 32) % 2**32)
 

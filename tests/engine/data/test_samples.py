@@ -1,5 +1,6 @@
 """How samples are fetched and their generators seeded, and how the number of samples in a batch is found."""
 
+import random
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -111,6 +112,18 @@ def test_each_sample_is_fetched_with_its_key() -> None:
     assert items == [expected_draws(KEY), expected_draws(8)]
     assert collated == expected_draws(int(hash_ints(KEY)))
     assert len(samples) == 10
+
+
+def test_a_dataset_that_seldom_draws_from_pythons_generator() -> None:
+    class Seldom(Squares):
+        def __getitem__(self, position: int) -> Any:
+            return random.random() if position % 5 == 2 else None
+
+    samples = SeededSamples(Seldom(), list)
+    for first in (3, 5, 0):  # without a draw, and then with one by the third of four samples
+        keys = torch.arange(first, first + 4)
+        _, items = samples.__getitems__(torch.stack([torch.arange(first, first + 4), keys]))
+        assert items == [random.Random(key).random() if key % 5 == 2 else None for key in keys.tolist()]
 
 
 @pytest.mark.parametrize("is_worker", [True, False])

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torchmetrics import SumMetric
 
 from onecurve.errors import UserError
 from onecurve.run import logged_values
@@ -25,6 +26,27 @@ def test_each_stage_of_a_pipeline_logs_with_its_own_group(monkeypatch: pytest.Mo
         for name in ("a", "b"):
             results.log("test_step", name, torch.tensor(1.0), **options, batch_size=1)
         assert [result.meta.sync.group for result in results.values()] == [group, group]
+
+
+def test_a_logged_value_moves_to_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer: Any = SimpleNamespace(virtual_metrics=None, precision="32-true")
+    monkeypatch.setattr(logged_values, "group_of_samples", lambda trainer: None)
+    results = LoggedValues(trainer, training=True)
+    metric = SumMetric()
+    moved = []
+    monkeypatch.setattr(metric, "to", lambda device: moved.append(device) or metric)
+    for value in (torch.tensor(1.0), metric):
+        options: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": False, "batch_size": 1}
+        for _ in range(2):
+            results.log("training_step", str(type(value)), value, **options)
+        result = results.result_metrics[-1]
+        copied_by_lightning = result.meta
+        result.to(torch.device("cpu"))
+        assert result.meta is copied_by_lightning
+    assert not moved
+    results.to(torch.device("meta"))
+    assert moved
+    assert results.result_metrics[0].value.device.type == "meta"
 
 
 def is_refused(values: list[float]) -> bool:
