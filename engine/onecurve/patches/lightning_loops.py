@@ -80,11 +80,10 @@ class LoggedMean(_ResultMetric):
     Lightning copies its options each time that a value is logged, in a twelfth of a short step (result.py, line 412).
     """
 
-    def to(self, device: Any, *args: Any, **kwargs: Any) -> "LoggedMean":
+    def to(self, *args: Any, **kwargs: Any) -> Any:
         value = vars(self).get("value")  # a metric of the user's is there from its first update
-        if value is not None and value.device == device:
-            return self
-        return super().to(device, *args, **kwargs)  # type: ignore[return-value]
+        is_there = value is not None and args == (value.device,) and not kwargs
+        return self if is_there else super().to(*args, **kwargs)
 
 
 class Results(_ResultCollection):

@@ -33,8 +33,8 @@ def test_a_logged_value_moves_to_a_device_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(logged_values, "group_of_samples", lambda trainer: None)
     results = LoggedValues(trainer, training=True)
     metric = SumMetric()
-    moved = []
-    monkeypatch.setattr(metric, "to", lambda device: moved.append(device) or metric)
+    moved = list[torch.device]()
+    monkeypatch.setattr(metric, "to", moved.append)
     for value in (torch.tensor(1.0), metric):
         options: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": False, "batch_size": 1}
         for _ in range(2):
