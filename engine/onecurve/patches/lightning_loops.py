@@ -94,7 +94,7 @@ class Results(_ResultCollection):
         super().__setitem__(name, result)
 
     @staticmethod
-    def _get_cache(result: LoggedMean, on_step: bool) -> Tensor | None:
+    def _get_cache(result: _ResultMetric, on_step: bool) -> Tensor | None:
         """Return a value; one of the progress bar stays on the CPU, or each reading would wait for the device."""
         value = torchmetrics.step_value(result)
         if on_step and result.meta.prog_bar and isinstance(value, Tensor):
