@@ -159,7 +159,7 @@ class SeededSamples(Dataset[Any]):
         with isolate_rng(include_cuda=False) if get_worker_info() is None else nullcontext():
             items = self._fetch_seeded(samples)
             seed_generators(int(hash_ints(int(keys[0]))))
-            with refuse_draws("collate_fn", self.is_divided):
+            with refuse_draws("collate_fn", self.is_divided and self.collate is not default_collate):
                 batch = self.collate(items)
             made = self.axis.samples_in(batch) if self.is_divided and self.axis else len(items)
             if made != len(items):
