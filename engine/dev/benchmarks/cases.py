@@ -78,6 +78,16 @@ def overhead(images: Path) -> list[Case]:
     return cases
 
 
+def script(images: Path) -> list[Case]:
+    """A step of a script of plain Lightning, by `lightning.Trainer` and by `onecurve.Trainer`."""
+    task = ("lightning_loop", "tiny", images, STEPS["tiny"])
+    programs = [
+        peer("lightning.Trainer", *task, "--samples", "--defaults"),
+        peer("onecurve.Trainer", *task, "--samples", "--onecurve"),
+    ]
+    return [Case("a step of a script", "step ms", programs)]
+
+
 def ddp(images: Path) -> list[Case]:
     """A step of DistributedDataParallel on two processes: hand-written under torchrun, and this template."""
     cases = []
@@ -215,6 +225,7 @@ def pipeline(images: Path, microbatches: int = 8) -> list[Case]:
 
 BENCHMARKS: dict[str, Callable[[Path], list[Case]]] = {
     "overhead": overhead,
+    "script": script,
     "ddp": ddp,
     "groups": groups,
     "virtual_ranks": virtual_ranks,

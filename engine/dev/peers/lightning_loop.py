@@ -1,6 +1,7 @@
-"""Plain Lightning for `engine.dev.bench`: `Trainer(barebones=True)`, or with `--defaults` what `Trainer()` does.
+"""A script of plain Lightning for `engine.dev.bench`: `Trainer(barebones=True)`, or what `Trainer()` does.
 
-It has the data path, optimizer and schedule of `handwritten.py`.
+It has the data path, optimizer and schedule of `handwritten.py`; with `--samples` a DataLoader that fetches one sample
+after the other from tensors in memory.
 """
 
 import warnings
@@ -13,9 +14,21 @@ import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from engine.dev.peers.callbacks import Clock
-from engine.dev.peers.common import arguments, augmented, batches_of_epoch, build_optimizer, memory_format_of, set_up
+from engine.dev.peers.common import (
+    MEAN,
+    STD,
+    arguments,
+    augmented,
+    batches_of_epoch,
+    build_optimizer,
+    memory_format_of,
+    set_up,
+)
+from onecurve import Trainer
+from src.data.augment.pixels import normalize
 
 
 class Batches:
@@ -51,16 +64,25 @@ class Classifier(L.LightningModule):
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--defaults", action="store_true", help="with progress bar, checkpoints and metrics.csv")
+    parser.add_argument("--onecurve", action="store_true", help="by onecurve.Trainer, which has these by itself")
+    parser.add_argument("--samples", action="store_true", help="from a DataLoader of a TensorDataset")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     images, labels, net = set_up(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     chosen: dict[str, Any] = {"barebones": True}
-    if options.defaults:
+    if options.defaults or options.onecurve:
         folder = options.clock.parent
-        chosen = {"logger": CSVLogger(folder), "default_root_dir": folder, "log_every_n_steps": options.log_every}
-    trainer = L.Trainer(devices=1, max_steps=options.steps, max_epochs=-1, **chosen)
+        chosen = {"default_root_dir": folder, "log_every_n_steps": options.log_every}
+    if options.defaults:
+        chosen["logger"] = CSVLogger(folder)
+    library = Trainer if options.onecurve else L.Trainer
+    trainer = library(devices=1, max_steps=options.steps, max_epochs=-1, **chosen)
     trainer.callbacks.append(Clock(str(options.clock), options.log_every))
-    trainer.fit(Classifier(net, options.steps), Batches(images, labels, options.batch, memory_format_of(options)))
+    loader: Any = Batches(images, labels, options.batch, memory_format_of(options))
+    if options.samples:
+        samples = TensorDataset(normalize(images, MEAN, STD, torch.float32), labels)
+        loader = DataLoader(samples, options.batch, shuffle=True, drop_last=True)
+    trainer.fit(Classifier(net, options.steps), loader)
 
 
 if __name__ == "__main__":
