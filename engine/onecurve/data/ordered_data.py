@@ -17,6 +17,7 @@ from onecurve.data.loaders import EvaluationLoaders, TrainingLoaders, loaders_of
 from onecurve.data.module_data import ModuleTrainer, OneProcess
 from onecurve.data.rank_loader import examples
 from onecurve.errors import UserError
+from onecurve.patches.torch import tree_unflatten
 from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import FETCHING, SETUP, drawing_epoch, refuse_draws, seed_generators
 
@@ -45,6 +46,7 @@ class OrderedData(L.LightningDataModule):
 
     Attributes:
         parts: the parts of the current step.
+        given: the user's loaders of `train`, `val`, `test` and `predict`, in the collections that hold them.
     """
 
     plain: L.LightningDataModule
@@ -62,7 +64,7 @@ class OrderedData(L.LightningDataModule):
         self.run_seed, self.limits = seed, limits
         self.accumulate, self.virtual_ranks, self.bit_exact = accumulate, virtual_ranks, bit_exact
         self.prepare_data_per_node = plain.prepare_data_per_node
-        self.parts = StepParts()
+        self.parts, self.given = StepParts(), dict[str, Any]()
         self._resumed: tuple[int, int, list[Any]] = (0, 0, [])  # see `resume`
         self._training: TrainingLoaders | None = None
         self._evaluation: dict[str, EvaluationLoaders] = {}
@@ -336,6 +338,7 @@ class OrderedData(L.LightningDataModule):
         epoch = self.trainer.current_epoch // every * every if every else 0
         seed = int(hash_ints(self.run_seed, SETUP, epoch, *name.encode()))  # or they would make the same samples
         loaders, limit = loaders_of(self.plain, name, seed), self.limits.get(name)
+        self.given[name] = tree_unflatten(loaders.leaves, loaders.structure)
         if name != "train":
             self._evaluation[name] = EvaluationLoaders(name, loaders, self.division, self.run_seed, limit)
             self._evaluation[name].check(self._takes_batch)

@@ -63,7 +63,6 @@ class RankLoader:
         is_divided: bool = False,
     ) -> None:
         self.dataset: Any = loader.dataset
-        self.batch_size = loader.batch_size  # that of a step, for code that asks the trainer's loader
         self.sampler = self.batch_sampler = batches  # Lightning reads both, and sets the epoch
         self._seed, self._disables_batching = seed, disables_batching(loader)
         fetches = fetches_batches(self.dataset)

@@ -278,6 +278,28 @@ class Trainer(L.Trainer):
         with self._stage(path):
             return run(module, datamodule=data, ckpt_path=path, **given)
 
+    # Lightning's properties would be the loaders of a rank's parts.
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The loader of training, or a collection of several, as the user has made it, with all samples."""
+        return self._given_loaders("train", super().train_dataloader)
+
+    @property
+    def val_dataloaders(self) -> Any:
+        return self._given_loaders("val", super().val_dataloaders)
+
+    @property
+    def test_dataloaders(self) -> Any:
+        return self._given_loaders("test", super().test_dataloaders)
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        return self._given_loaders("predict", super().predict_dataloaders)
+
+    def _given_loaders(self, name: str, of_rank: Any) -> Any:
+        return of_rank if of_rank is None or self._data is None else self._data.given[name]
+
     @property
     def enable_validation(self) -> bool:
         """Whether an epoch has a validation, before which Lightning resets the gradients: not without samples."""

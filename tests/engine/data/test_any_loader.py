@@ -475,4 +475,4 @@ def test_names_samples_that_are_never_trained(
     module, loader = BoringModel(), DataLoader(RandomDataset(32, 10), batch_size=4, **options)
     trainer.fit(module, loader)
     assert caplog.text.count("the last 2 of 10 samples are never trained") == (not options)
-    assert len(list(trainer.datamodule.plain.train_dataloader())) == len(loader)  # the loader itself, for hooks
+    assert trainer.train_dataloader is loader

@@ -39,6 +39,12 @@ class ScalesRate(Vectors):
         self.log("zeros", float(self.trainer.is_global_zero), reduce_fx="sum", sync_dist=True)
         return loss
 
+    def on_train_epoch_end(self) -> None:
+        loaders = {"train": self.trainer.train_dataloader, "val": self.trainer.val_dataloaders}
+        for name, loader in loaders.items():
+            means = [inputs.mean() + len(inputs) for inputs, _ in loader or []]
+            self.log(f"read/{name}", torch.stack(means or [torch.zeros(())]).sum())
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.trainer.should_stop = self.trainer.global_step == 6
 
@@ -81,6 +87,8 @@ def test_learns_the_same_on_ranks(hardware: str, pool: Pool, folder: Path) -> No
     for record in fit_ranks(compose(folder / "two", *OWN, *HARDWARE[hardware], "trainer.devices=2"), pool):
         assert max(distances(record, one)) < TOLERANCE
         assert [record.metrics[name] for name in ("world", "sum_of_ranks", "zeros")] == [1, 1, 1]
+        for name in ("read/train", "read/val"):  # by a hook, from the trainer's loaders
+            assert record.metrics[name] == one.metrics[name] > 32
         assert record.metrics["batch_size"] == one.metrics["batch_size"] == 32, "that of the loader"
 
 
