@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache, cached_property, lru_cache, partial
+from inspect import isfunction
 from itertools import chain, repeat
 from typing import Any, NamedTuple, cast
 
@@ -35,7 +36,7 @@ from onecurve.data.rank_loader import (
 from onecurve.data.streams import StreamLoader, examine
 from onecurve.errors import UserError
 from onecurve.patches.lightning_loops import combination_mode
-from onecurve.patches.torch import LOADER_METHODS, TreeSpec, tree_flatten, tree_unflatten
+from onecurve.patches.torch import TreeSpec, tree_flatten, tree_unflatten
 from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import EVALUATION, seed_generators
 
@@ -95,8 +96,9 @@ def _check_loader(loader: Any, method: str) -> None:
     if kind.__module__.partition(".")[0] != "litdata":  # whose own methods count the samples for its state
         if kind.__iter__ is not DataLoader.__iter__:
             raise UserError(f"{method}: {kind.__name__} has an __iter__ of its own: return a torch DataLoader")
-        for name in (one for one in LOADER_METHODS if getattr(kind, one) is not getattr(DataLoader, one)):
-            _warn_once(_NOT_CALLED, method, name, kind.__name__)
+        for name, original in vars(DataLoader).items():
+            if isfunction(original) and name != "__init__" and getattr(kind, name) is not original:
+                _warn_once(_NOT_CALLED, method, name, kind.__name__)
     if hasattr(loader.sampler, "num_replicas"):
         raise UserError(f"{method} has a {type(loader.sampler).__name__}: leave it out, ranks share the data anyway")
 
@@ -329,9 +331,11 @@ class EvaluationLoaders:
         self.name, self.leaves, self.division, self.limit = name, loaders.leaves, division, limit
         # Each loader has numbers of its own: samples that a dataset draws are not those of training or another loader.
         seeds = [int(hash_ints(seed, *name.encode(), number)) for number in range(len(loaders.leaves))]
-        orders = list(map(_evaluation_order, self.leaves, seeds)) if limit != 0 else []
-        has_samples = any(order is None or len(order) for order in orders)
-        self._ordered = list(zip(self.leaves, seeds, orders, strict=True)) if orders else []
+        self._ordered: list[tuple[DataLoader[Any], int, Tensor | list[Tensor] | None]] = []  # None is that of a stream
+        for loader, own in zip(self.leaves, seeds, strict=True) if limit != 0 else ():  # an order takes time
+            is_stream = isinstance(loader.dataset, IterableDataset)
+            self._ordered.append((loader, own, None if is_stream else order_of(loader, own, EVALUATION)))
+        has_samples = any(order is None or len(order) for *_, order in self._ordered)
         self.evaluated = self._ordered if has_samples else []
         self._option, self._method = f"trainer.limit_{name}_batches", loaders.method
         parallel = division.parallel
@@ -393,8 +397,3 @@ class EvaluationLoaders:
     def _unit(self, loader: DataLoader[Any]) -> int:
         """Return the samples of a global batch: as many as ranks, if the dataset makes the batch of each."""
         return self.parallel.dp_size if disables_batching(loader) else cast(int, loader.batch_size)
-
-
-def _evaluation_order(loader: DataLoader[Any], seed: int) -> Tensor | list[Tensor] | None:
-    """Return the order of the samples of a loader, which takes time if there are many; None for a stream."""
-    return None if isinstance(loader.dataset, IterableDataset) else order_of(loader, seed, EVALUATION)

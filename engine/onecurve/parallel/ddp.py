@@ -7,7 +7,6 @@ import inspect
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
-from unittest import mock
 
 import lightning as L
 import torch
@@ -184,16 +183,14 @@ class DDP(DDPStrategy):
             self.on_train_start()
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Check the gradients before `on_after_backward`, in which the module may drop some, as of a frozen layer."""
-        plugin = self.precision_plugin
-        finish = plugin.post_backward
-
-        def check_and_finish(loss: Tensor, module: L.LightningModule) -> Tensor:
-            self._check_gradients(module)
-            return finish(loss, module)
-
-        with mock.patch.object(plugin, "post_backward", check_and_finish):
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        plugin, module = self.precision_plugin, cast(L.LightningModule, self.lightning_module)
+        self.pre_backward(closure_loss)
+        closure_loss = plugin.pre_backward(closure_loss, module)
+        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        self._check_gradients(module)  # before `on_after_backward`, in which the module may drop some
+        closure_loss = plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
 
     def _check_gradients(self, module: L.LightningModule) -> None:
         """Check that DDP has averaged the gradients: it cannot without all that it waits for, nor those of others."""

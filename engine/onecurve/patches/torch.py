@@ -39,8 +39,6 @@ __all__ = [
 # `torch.amp.custom_fwd` sets it on the first argument, which is a module if that decorates its `forward`
 # (torch/amp/autocast_mode.py, `decorate_fwd`).
 AUTOCAST_FLAG = "_fwd_used_autocast"
-# What a subclass of DataLoader may override to give other batches (torch/utils/data/dataloader.py).
-LOADER_METHODS = ("_get_iterator", "_index_sampler", "__len__")
 COMPILER_MARK = "_torchdynamo"  # how the attributes begin that `torch.compile` gives a module of its own number
 
 
@@ -86,11 +84,6 @@ def attention_weights(query: Tensor, key: Tensor, value: Tensor, *args: Any, **o
     """Return the weights of scaled dot-product attention, which the public function keeps to itself."""
     compute: Any = torch.ops.aten._scaled_dot_product_attention_math
     return compute(query, key, value, *args, **options)[1]
-
-
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """Return a number that tells the memory of fake tensors apart, whose `data_ptr` is 0."""
-    return storage._cdata
 
 
 def is_compiled(module: nn.Module) -> bool:

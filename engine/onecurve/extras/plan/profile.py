@@ -30,7 +30,7 @@ from onecurve.parallel.batch_norm import RankGroups, apply_norm_groups, revert_n
 from onecurve.parallel.pipeline.blocks import Block, ordered_blocks
 from onecurve.parallel.pipeline.rehearsal import input_of_network
 from onecurve.parallel.pipeline.stage import extract_graph, stage_inputs
-from onecurve.patches.torch import FakeTensorMode, TorchDispatchMode, is_conversion, storage_id, tree_leaves
+from onecurve.patches.torch import FakeTensorMode, TorchDispatchMode, is_conversion, tree_leaves
 from onecurve.random.dropout import dropouts, set_keys
 from onecurve.random.random_functions import sample_random
 
@@ -242,14 +242,14 @@ class _Recorder(TorchDispatchMode):
             [x for x in tree_leaves(values) if isinstance(x, Tensor)] for values in (result, (args, kwargs))
         )
         for storage in [tensor.untyped_storage() for tensor in results]:
-            if storage_id(storage) not in self.numbers:
-                self.events.append((self.numbers[storage_id(storage)], storage.nbytes()))
-                weakref.finalize(storage, self._free, storage_id(storage), storage.nbytes())
+            if id(storage) not in self.numbers:
+                self.events.append((self.numbers[id(storage)], storage.nbytes()))
+                weakref.finalize(storage, self._free, id(storage), storage.nbytes())
         if not func.is_view:
             packet, flop_count = func.overloadpacket, flop_registry.get(func.overloadpacket)
             flops = flop_count(*args, **kwargs, out_val=result) if flop_count else 0
             nbytes = sum(tensor.nbytes for tensor in [*read, *results])
-            if any(self.numbers.get(storage_id(tensor.untyped_storage())) in self.weights for tensor in read):
+            if any(self.numbers.get(id(tensor.untyped_storage())) in self.weights for tensor in read):
                 if is_conversion(packet):  # a weight in the type of autocast
                     self.weights |= {self._number(tensor) for tensor in results}
                 else:
@@ -258,7 +258,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _number(self, tensor: Tensor) -> int:
-        return self.numbers[storage_id(tensor.untyped_storage())]
+        return self.numbers[id(tensor.untyped_storage())]
 
     def _free(self, storage: int, nbytes: int) -> None:
         self.events.append((self.numbers.pop(storage), -nbytes))
