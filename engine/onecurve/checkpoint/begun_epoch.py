@@ -55,7 +55,6 @@ class _Trained:
         self._schedules = [(schedule, copy.deepcopy(schedule.state_dict())) for schedule in schedules]
 
     def restore(self) -> None:
-        """Put the values back where they were."""
         _write(self._tensors, _tensors_of(self._module))  # a hook may have put another tensor in the place of one
         for optimizer, options in self._options:
             for group, values in zip(optimizer.param_groups, options, strict=False):  # a hook may add or replace them
@@ -68,7 +67,6 @@ class _Trained:
 
 
 def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return copies of the hyper-parameters of each group."""
     groups = optimizer.param_groups
     return copy.deepcopy([{key: value for key, value in group.items() if key != "params"} for group in groups])
 

@@ -101,11 +101,9 @@ def add_saved_groups(saved: dict[str, Any], optimizer: Optimizer, module: nn.Mod
 
 
 def merge(states: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
-    """Merge the optimizer states of different parameters into one.
+    """Merge state dicts of optimizers, whose parameters and groups have names, into one.
 
-    Args:
-        states: state dicts of optimizers with named parameters and groups.
-        names: names of all parameters, in the order of the full network.
+    `names` are those of all parameters, in the order of the full network.
     """
     moments: dict[str, Any] = {}  # by parameter name
     groups: dict[str, dict[str, Any]] = {}  # by group name

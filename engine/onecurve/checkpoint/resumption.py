@@ -177,7 +177,6 @@ def _may_be_followed(trainer: L.Trainer) -> bool:
 
 
 def has_plateau_of_steps(trainer: L.Trainer) -> bool:
-    """Return whether a ReduceLROnPlateau takes a step after each of training."""
     return any(config.reduce_on_plateau and config.interval == "step" for config in trainer.lr_scheduler_configs)
 
 
@@ -199,17 +198,11 @@ def _requires_grad(module: L.LightningModule) -> dict[str, bool]:
 
 
 def _rewind(loops: dict[str, Any], epoch: int, step: int, total: int) -> None:
-    """Set the saved counters to the state before a step.
+    """Set the saved counters of the fit loop, in place, to the state before a step of an epoch, `total` in the run.
 
     An epoch that is ready but not started is the only state from which Lightning calls `on_train_epoch_start`, keeps
     the count of batches and does not repeat a validation. `total.completed`, which nothing else reads, lags by two so
-    that none of Lightning's special cases for a restart inside a hook applies.
-
-    Args:
-        loops: state of the fit loop in a checkpoint, changed in place.
-        epoch: epoch of the step, from zero.
-        step: number of the step in its epoch, from zero.
-        total: number of the step in the run, from zero.
+    that none of Lightning's special cases for a restart inside a hook applies. All numbers count from zero.
     """
     loops["epoch_progress"] = _progress(epoch, ready=epoch + 1)
     loops["epoch_loop.batch_progress"] = {

@@ -55,7 +55,6 @@ class TrainingBatches(EpochStart, Sampler[Tensor]):
 
     @property
     def parts_per_step(self) -> int:
-        """Number of batches of this rank in an optimizer step."""
         return len(self.own) * self.division.num_parts
 
     def __len__(self) -> int:
@@ -121,7 +120,6 @@ class EvaluationBatches(Sampler[Tensor]):
         return (padded[places] for places in self.places())
 
     def weights(self) -> Iterator[float]:
-        """Return the weight of each batch: an evaluation counts the samples."""
         return repeat(1.0)
 
     def places(self) -> list[Tensor]:
@@ -135,12 +133,7 @@ class EvaluationBatches(Sampler[Tensor]):
         return [F.pad(rows, (0, 0, 0, self.rounds - len(rows)), value=-1).flatten() for rows in own]
 
     def check_no_rank_is_empty(self, split: str, parts: int | None = None) -> None:
-        """Check that each batch of each rank has a sample.
-
-        Args:
-            split: the name of the samples, for the error message.
-            parts: evaluation batches in a batch of the loader, if its `batch_size` is that of these batches.
-        """
+        """Check that each batch of each rank has a sample; `parts` of them are one of the loader, if known."""
         if self.rounds == 1 and self.num_samples < self.count * self.samples_per_round:
             # With two rounds or more, the batches share the rounds so that each has a full one.
             is_enough = parts and self.num_samples > self.samples_per_round

@@ -122,7 +122,6 @@ class BatchLayout:
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro-batches per optimizer step."""
         return self.accumulate * self.parallel.num_microbatches
 
     @property
@@ -132,7 +131,6 @@ class BatchLayout:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether the ranks hold different numbers of samples."""
         samples = self.counts.sum(1)
         return bool((samples != samples[0]).any())
 
@@ -206,12 +204,7 @@ def _multiples(batch_size: int, divisor: int) -> str:
 class Division:
     """The division of the global batches of training into the parts that each rank computes.
 
-    Args:
-        parallel: the strategy's division of the data.
-        accumulate: as of a `BatchLayout`.
-        virtual_ranks: number of virtual ranks of the run.
-        bit_exact: whether they are computed one by one.
-        has_pairs: as of a `BatchLayout`.
+    With `bit_exact` a rank computes its virtual ranks one by one. Other arguments are those of a `BatchLayout`.
     """
 
     parallel: DataParallelInfo = DataParallelInfo()
@@ -232,7 +225,6 @@ class Division:
         return [BatchLayout(batch_size, rank, has_pairs=self.has_pairs) for rank in ranks]
 
     def _check_virtual_ranks(self, batch_size: int) -> None:
-        """Check that the virtual ranks divide the batch, and that each rank has one."""
         count, parallel = self.virtual_ranks, self.parallel
         samples = 2 * count if self.has_pairs else count
         if count & (count - 1):
@@ -282,5 +274,4 @@ class Division:
 
 @device_constant
 def partners(layout: BatchLayout, device: torch.device) -> Tensor:
-    """Return `layout.partners` on the device."""
     return layout.partners.to(device)

@@ -106,9 +106,7 @@ def _check_loader(loader: Any, method: str) -> None:
 class TrainingLoaders:
     """The training loaders of a run: one, or a collection of several that a step takes a batch of each.
 
-    Args:
-        division: the division of a global batch among ranks and micro-batches.
-        limit: the limit of steps per epoch; None for all.
+    `limit` is that of the steps per epoch; None for all.
 
     Attributes:
         batch_size: samples of a global batch of the first loader; of its first batch, if a batch_sampler gives them.
@@ -316,10 +314,7 @@ def _within(places: list[Tensor], count: int) -> list[Tensor]:
 class EvaluationLoaders:
     """The loaders of `val`, `test` or `predict`, which are evaluated one after the other.
 
-    Args:
-        name: one of these three.
-        division: the division of training batches, whose ranks share the samples.
-        limit: the limit of global batches; None for all.
+    The ranks of the `division` of training batches share the samples; `limit` is that of global batches, None for all.
 
     Attributes:
         leaves: all loaders.
@@ -346,7 +341,6 @@ class EvaluationLoaders:
             self.parallel, self.ranks = DataParallelInfo(division.virtual_ranks), list(division.own_virtual_ranks)
 
     def of_rank(self, device: torch.device) -> Any:
-        """Return the loader of this rank, or a list of several."""
         loaders: list[Any] = []
         for loader, seed, order in self.evaluated:
             if order is None:

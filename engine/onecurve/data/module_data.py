@@ -69,7 +69,6 @@ class ModuleData(L.LightningDataModule):
         return getattr(self._module, f"{name}_dataloader")() if self._has_loader(name) else self._given.get(name)
 
     def _has_loader(self, name: str) -> bool:
-        """Return whether the loaders of this name are the module's."""
         return self._given.get(name) is None and is_overridden(f"{name}_dataloader", self._module, L.LightningModule)
 
     @property

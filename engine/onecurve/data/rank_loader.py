@@ -46,12 +46,8 @@ class RankLoader:
     `Batch`; and `move_to(device)`, which may move the samples, returns whether these batches are then on the device. If
     so, the indices of an epoch are sent at once, without a host-device synchronization.
 
-    Args:
-        loader: the user's loader.
-        batches: the indices of the rank's batches; it yields those of an optimizer step at once.
-        seed: seed of the run.
-        device: device of the rank.
-        is_divided: whether other ranks or micro-batches hold parts of the same global batch.
+    It yields those of the rank's `batches` that belong to an optimizer step at once. `is_divided` says whether other
+    ranks or micro-batches hold parts of the same global batch.
     """
 
     def __init__(
@@ -121,7 +117,6 @@ class SampleAxis(NamedTuple):
     per_sample: int
 
     def samples_in(self, batch: Any) -> float:
-        """Return the number of samples in a batch."""
         return tree_leaves(batch)[self.leaf].shape[self.dim] / self.per_sample
 
 
@@ -132,13 +127,10 @@ class SeededSamples(Dataset[Any]):
     The global generators of torch, NumPy and Python are seeded with each sample's key before it is fetched, and with
     a hash of the first sample's before they are collated. Workers have no state: the key comes with the index.
 
-    Args:
-        dataset: the samples.
-        collate: makes a batch of samples.
-        is_divided: whether other ranks or micro-batches hold parts of the same global batch, so that `collate` must not
-            draw random numbers nor change the number of samples.
-        axis: what has the number of samples in a batch, if it is known.
-        draws_from_python: whether the dataset is known to draw from Python's generator.
+    If a global batch `is_divided` among ranks or micro-batches, `collate` must not draw random numbers, nor change the
+    number of samples, which the `axis` of a batch tells, if it is known.
+
+    `draws_from_python` tells whether the dataset is known to draw from Python's generator.
     """
 
     dataset: Any
@@ -355,12 +347,9 @@ def _collate_if_possible(collate: Callable[[list[Any]], Any], samples: list[Any]
 def examples(loader: DataLoader[Any], spans: Sequence[tuple[int, int]], seed: int) -> list[StepParts]:
     """Fetch batches, each as one part, of a loader's samples, numbered in a random order; samples may occur twice.
 
-    The first samples of a dataset may be of one class. If a `batch_sampler` gives the batches, the samples are those of
-    the first one, because others may not fit together.
-
-    Args:
-        loader: the user's loader of a map-style dataset.
-        spans: the number of the first sample of each batch, and of the one after its last.
+    A span is the number of the first sample of a batch, and of the one after its last. The first samples of a dataset
+    may be of one class. If a `batch_sampler` gives the batches, the samples are those of the first one, because others
+    may not fit together.
 
     Raises:
         TypeError: if the dataset is a stream.

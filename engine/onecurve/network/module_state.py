@@ -47,7 +47,6 @@ def with_own_hook(trainer: Any, hook: str) -> list[Any]:
 
 @contextmanager
 def set_mode(net: nn.Module, training: bool) -> Iterator[None]:
-    """Set the mode of all modules, and restore each module's own mode."""
     before = {module: module.training for module in net.modules()}
     net.train(training)
     try:

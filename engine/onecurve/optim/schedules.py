@@ -105,13 +105,8 @@ def _lr_lambda(schedule: Schedule, group: dict[str, Any], steps: int) -> Callabl
 def keep_configured_rates(checkpoint: dict[str, Any], configured: Any, schedule: Any, steps: int) -> None:
     """Let a continued run use the configured hyper-parameters instead of those in its checkpoint.
 
-    A scheduler of torch may have changed any of them, so that those of the checkpoint stay.
-
-    Args:
-        checkpoint: checkpoint of a LightningModule, changed in place.
-        configured: what the module's `configure_optimizers` returns now.
-        schedule: as in `scheduler_config`.
-        steps: steps of the run.
+    The checkpoint changes in place. `configured` is what the module's `configure_optimizers` returns now. A scheduler
+    of torch may have changed any of them, so that those of the checkpoint stay.
     """
     optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
     saved_kind = checkpoint.get("scheduler")
@@ -129,12 +124,9 @@ def keep_configured_rates(checkpoint: dict[str, Any], configured: Any, schedule:
 def override_hyperparameters(
     saved: dict[str, Any], optimizer: Optimizer, multiplier: Callable[[dict[str, Any]], float]
 ) -> None:
-    """Replace the hyper-parameters in a saved optimizer state by those of `optimizer`.
+    """Replace the hyper-parameters in a saved optimizer state, in place, by those of `optimizer`.
 
-    Args:
-        saved: state of the optimizer in a checkpoint, changed in place.
-        optimizer: optimizer of the present configuration.
-        multiplier: maps a parameter group to the factor on its learning rate at the step of the checkpoint.
+    `multiplier` maps a parameter group to the factor on its learning rate at the step of the checkpoint.
     """
     saved_groups, own_groups = saved["param_groups"], optimizer.param_groups
     if [group.keys() for group in saved_groups] != [group.keys() for group in own_groups]:

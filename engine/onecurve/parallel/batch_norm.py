@@ -125,7 +125,6 @@ def revert_norm_groups(net: nn.Module) -> None:
 
 
 def grouped_norms(net: nn.Module) -> Iterator["GroupedBatchNorm"]:
-    """Yield the layers that normalize over groups."""
     return (norm for norm in net.modules() if isinstance(norm, GroupedBatchNorm))
 
 

@@ -64,7 +64,6 @@ def check_can_train(strategy: Any, module: L.LightningModule) -> None:
 
 
 def _check_needs(strategy: Any, name: str, module: L.LightningModule) -> None:
-    """Check that the module has the attributes that a strategy uses."""
     module_name = type(module).__name__
     for attribute, meaning in getattr(strategy, "module_needs", {}).items():
         if not getattr(module, attribute, None):
@@ -146,7 +145,6 @@ def _check_parts(module: L.LightningModule, bit_exact: bool) -> None:
 
 
 def check_can_be_bit_exact(strategy: Any, count: int, world_size: int) -> None:
-    """Check that so many processes of a strategy can compute the virtual ranks of a run one by one."""
     if isinstance(strategy, SingleDeviceStrategy):
         return
     if not hasattr(strategy, "check_virtual_ranks"):

@@ -53,7 +53,6 @@ HOOKS: dict[str, Any] = {
 
 
 def _hook(name: str) -> Any:
-    """Return a hook of torch, or the function of this name."""
     if "." in name:
         return locate("strategy.comm_hook", name)
     check_choice("strategy.comm_hook", name, HOOKS)
@@ -121,7 +120,6 @@ class DDP(DDPStrategy):
         return super().distributed_sampler_kwargs | {"shares": self.shares, "has_own_weights": has_own_weights}
 
     def check_virtual_ranks(self, count: int, world_size: int) -> None:
-        """Raise a UserError for a hook, which does not add gradients as they are."""
         if self.comm_hook:
             raise UserError(f"bit_exact=true adds gradients as they are: unset strategy.comm_hook={self.comm_hook}")
 
@@ -136,7 +134,6 @@ class DDP(DDPStrategy):
         super().setup(trainer)
 
     def _check_options(self, trainer: L.Trainer) -> None:
-        """Raise a UserError for options that exclude others of the run."""
         if self.comm_hook == "bf16" and self.root_device.type == "cpu":
             raise UserError("strategy.comm_hook=bf16: DDP of torch takes that hook on GPUs only; take fp16")
         if self.comm_hook == "post_local_sgd":

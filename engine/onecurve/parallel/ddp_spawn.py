@@ -57,7 +57,6 @@ class _Launcher(SpawnLauncher):
 
 
 def _run_spawned(trainer: L.Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function of the trainer in a process of its own."""
     rank = int(os.environ["LOCAL_RANK"])  # all ranks are on this host
     signals.prepare_started_process()
     connect_debugger(rank)

@@ -12,7 +12,6 @@ from onecurve.observe.step_times import timed_communication
 
 
 def weights_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """Return the weights of all groups of the optimizers."""
     return [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
 
 

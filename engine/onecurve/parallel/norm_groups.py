@@ -68,7 +68,6 @@ class NormGroups(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Begin a new step."""
         self._steps += 1
         if self._norms and is_checked_step(self._steps):
             _compare_lengths(self._norms)
@@ -109,7 +108,6 @@ def _lengths_in(micro_batch: int, norm: GroupedBatchNorm) -> list[int]:
 
 
 def check_groups(layout: BatchLayout) -> None:
-    """Raise a UserError if the micro-batches of the layout cannot hold whole normalization groups."""
     if layout.virtual_ranks > layout.batch_size:
         raise UserError(
             f"virtual_ranks={layout.virtual_ranks} exceeds data.batch_size={layout.batch_size}: set fewer virtual ranks"

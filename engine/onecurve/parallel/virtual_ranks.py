@@ -109,7 +109,6 @@ class PassSums:
         self._integers_of_first = [torch.zeros_like(buffer) for buffer in self._integers]
 
     def _buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
-        """Return each buffer, with its module and its name there."""
         named = [(part, part.named_buffers(recurse=False, remove_duplicate=False)) for part in self._modules]
         return [(part, name, buffer) for part, buffers in named for name, buffer in buffers]
 
@@ -136,7 +135,6 @@ class PassSums:
             self._integers_of_first = [now[buffer] for buffer in self._integers]
 
     def keep_gradients(self) -> None:
-        """Keep the gradients that the weights have."""
         self._kept = [weight.grad for weight in self.weights]
         for weight in self.weights:
             weight.grad = None

@@ -57,7 +57,6 @@ def refuse_draws(name: str, is_divided: bool, device_type: str = "cpu") -> Itera
 
 
 def generator_states(device_type: str = "cpu") -> list[Any]:
-    """Return the states of the global generators of torch, NumPy and Python."""
     numpy_state: Any = np.random.get_state()
     return [*torch_generator_states(device_type), random.getstate(), numpy_state[1].tolist(), numpy_state[2]]
 
