@@ -253,7 +253,6 @@ class Division:
 
     @property
     def own_virtual_ranks(self) -> range:
-        """The virtual ranks that this rank computes one by one."""
         return self.parallel.virtual_ranks(self.virtual_ranks)
 
     @property

@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache, cached_property, lru_cache, partial
-from inspect import isfunction
 from itertools import chain, repeat
+from types import FunctionType
 from typing import Any, NamedTuple, cast
 
 import lightning as L
@@ -97,7 +97,8 @@ def _check_loader(loader: Any, method: str) -> None:
         if kind.__iter__ is not DataLoader.__iter__:
             raise UserError(f"{method}: {kind.__name__} has an __iter__ of its own: return a torch DataLoader")
         for name, original in vars(DataLoader).items():
-            if isfunction(original) and name != "__init__" and getattr(kind, name) is not original:
+            is_method = isinstance(original, FunctionType | property) and name != "__init__"
+            if is_method and getattr(kind, name) is not original:
                 _warn_once(_NOT_CALLED, method, name, kind.__name__)
     if hasattr(loader.sampler, "num_replicas"):
         raise UserError(f"{method} has a {type(loader.sampler).__name__}: leave it out, ranks share the data anyway")
@@ -119,7 +120,10 @@ class TrainingLoaders:
         self.rank_loaders: list[RankLoader | StreamLoader] = []
         # Each loader has an order of its own: two of the same length would always pair the same samples.
         seeds = [seed, *(int(hash_ints(seed, 0, number)) for number in range(1, len(loaders.leaves)))]
-        self.sources = [_source(loader, division, own) for loader, own in zip(loaders.leaves, seeds, strict=True)]
+        self.sources: list[_Source] = []
+        for loader, own in zip(loaders.leaves, seeds, strict=True):
+            kind = _StreamSource if isinstance(loader.dataset, IterableDataset) else _MapSource
+            self.sources.append(kind(loader, division, own))
         first = self.sources[0]
         size = self.batch_size = first.batch_size
         if division.bit_exact and first.has_batch_sampler:  # batches of virtual ranks, of any sizes
@@ -175,7 +179,6 @@ class TrainingLoaders:
                 loader.state = state
 
     def states_after(self, steps: int) -> list[Any]:
-        """Return the state of each stream after so many steps of the epoch."""
         return [loader.states.get(steps) if isinstance(loader, StreamLoader) else None for loader in self.rank_loaders]
 
     def example_batches(self, spans: Sequence[tuple[int, int]]) -> list[StepParts]:
@@ -301,10 +304,6 @@ def _check(source: _Source, method: str) -> None:
         source.division.positions(source.batch_size)
     if not isinstance(source, _StreamSource):
         check_repeatable(source.loader, source.seed, method)
-
-
-def _source(loader: DataLoader[Any], division: Division, seed: int) -> _Source:
-    return (_StreamSource if isinstance(loader.dataset, IterableDataset) else _MapSource)(loader, division, seed)
 
 
 def _within(places: list[Tensor], count: int) -> list[Tensor]:

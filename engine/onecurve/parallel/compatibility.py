@@ -11,7 +11,7 @@ from torch import nn
 from onecurve.errors import UserError, check_choice
 from onecurve.parallel.ddp import auto
 from onecurve.parallel.sharded_state import ShardedStateStrategy
-from onecurve.patches.torch import has_accumulation_hook, has_gradient_hook
+from onecurve.patches.torch import gradient_hooks
 from onecurve.process.started_by import started_by
 from onecurve.targets import locate
 
@@ -54,7 +54,7 @@ def check_can_train(strategy: Any, module: L.LightningModule) -> None:
     shards = "fsdp" in {*kinds, getattr(strategy, "data_parallel", "")}
     for weight_name, weight in module.named_parameters():
         # FSDP makes new parameters, also of the stages of a pipeline, and pickling for spawned processes drops hooks.
-        if (shards or "ddpspawn" in kinds) and has_gradient_hook(weight):
+        if (shards or "ddpspawn" in kinds) and any(gradient_hooks(weight)):
             raise UserError(f"this strategy would lose the hook of the parameter {weight_name}: use strategy=ddp")
         if shards and weight.ndim == 0:
             raise UserError(
@@ -137,7 +137,7 @@ def _check_parts(module: L.LightningModule, bit_exact: bool) -> None:
                 "micro-batch or virtual rank has: normalize its outputs, or train on one device"
             )
     for name, weight in module.named_parameters():
-        if not bit_exact and has_accumulation_hook(weight):
+        if not bit_exact and gradient_hooks(weight)[1]:
             raise UserError(
                 f"{name} has a hook of register_post_accumulate_grad_hook, which gets the gradient of each process or "
                 "micro-batch: use the hook on_before_optimizer_step of the module, or set bit_exact=true"

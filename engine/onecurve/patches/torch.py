@@ -106,16 +106,9 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def has_gradient_hook(weight: Tensor) -> bool:
-    """Return whether something waits for the gradient of a weight."""
-    hooks: Any = weight
-    return bool(hooks._backward_hooks or hooks._post_accumulate_grad_hooks)
-
-
-def has_accumulation_hook(weight: Tensor) -> bool:
-    """Return whether a weight has a hook of `register_post_accumulate_grad_hook`."""
-    hooks: Any = weight
-    return bool(hooks._post_accumulate_grad_hooks)
+def gradient_hooks(weight: Any) -> tuple[Any, Any]:
+    """Return the hooks of `register_hook`, and those of `register_post_accumulate_grad_hook`, or None."""
+    return weight._backward_hooks, weight._post_accumulate_grad_hooks
 
 
 def ddp_buckets(weights: list[Tensor], limits: list[int]) -> list[list[int]]:
