@@ -46,8 +46,8 @@ class RankLoader:
     `Batch`; and `move_to(device)`, which may move the samples, returns whether these batches are then on the device. If
     so, the indices of an epoch are sent at once, without a host-device synchronization.
 
-    It yields those of the rank's `batches` that belong to an optimizer step at once. `is_divided` says whether other
-    ranks or micro-batches hold parts of the same global batch.
+    The rank's `batches` are indices, and those of an optimizer step come at once. `is_divided` says whether other ranks
+    or micro-batches hold parts of the same global batch.
     """
 
     def __init__(
