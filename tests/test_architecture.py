@@ -20,7 +20,7 @@ FACE = "onecurve"  # what those files import of the engine
 # Parts that a user may delete, each with the files of conf/ that name it; CONTRIBUTING.md says so.
 OPTIONAL = """
     scripts onecurve.extras.doctor onecurve.notebook onecurve.extras.report onecurve.optim.muon
-    onecurve.observe.confusion onecurve.observe.gradients onecurve.run.early_stopping onecurve.run.ema
+    onecurve.observe.confusion onecurve.observe.gradients onecurve.run.ema
     onecurve.extras.plan.plan onecurve.extras.plan.pipelines onecurve.extras.plan.profile onecurve.extras.plan.step
     onecurve.extras.plan.strategies onecurve.parallel.ddp_spawn onecurve.parallel.dp onecurve.parallel.fsdp
     onecurve.parallel.pipeline

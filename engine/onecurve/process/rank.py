@@ -57,7 +57,12 @@ _IGNORED_WARNINGS = [
 ]
 
 # The terminal shows the messages of these loggers; of others, only warnings. ModelSummary logs its table.
-_SHOWN = ("onecurve.", "src.", "lightning.pytorch.callbacks.model_summary")
+_SHOWN = (
+    "onecurve.",
+    "src.",
+    "lightning.pytorch.callbacks.early_stopping",
+    "lightning.pytorch.callbacks.model_summary",
+)
 
 
 def detect_cluster_environment() -> ClusterEnvironment | None:

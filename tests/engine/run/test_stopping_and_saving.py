@@ -70,7 +70,7 @@ def test_stop_deferred_by_min_epochs_survives_a_restart(small: list[str], folder
 def test_a_metric_of_training_is_checked_at_the_end_of_an_epoch(small: list[str], folder: Path) -> None:
     options = ["monitor=train/loss", "mode=min", "patience=1"]
     words = [*STOPPING, *(f"callbacks.early_stopping.{word}" for word in options), "data.val_fraction=0"]
-    words += ["+callbacks.early_stopping.check_on_train_epoch_end=true", "callbacks.early_stopping.min_delta=10"]
+    words += ["callbacks.early_stopping.check_on_train_epoch_end=true", "callbacks.early_stopping.min_delta=10"]
     fit(compose(folder, *small, *words, "callbacks.best=null", "test=false"))
     assert torch.load(folder / "checkpoints" / "last.ckpt")["epoch"] == 1, "the first epoch and one without progress"
 
