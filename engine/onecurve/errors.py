@@ -46,6 +46,16 @@ class DivergedUserError(UserError):
     """A loss or a weight is not finite."""
 
 
+class RankFailedError(RuntimeError):
+    """A rank failed for another reason than a user error; the message has its number, its error and its log."""
+
+    dead_rank: int | None = None  # its number, if it ended without an error of its own
+
+
+class RankDiedError(RankFailedError):
+    """A rank ended without an error of its own: a signal killed its process, or a library exited."""
+
+
 def similar_names(word: str, names: Iterable[str]) -> list[str]:
     """Return up to three names that are almost as similar to `word` as the nearest, or those that begin with it."""
     names = sorted(names)

@@ -20,11 +20,11 @@ from filelock import Timeout
 from omegaconf import DictConfig
 
 from onecurve.config.folder import PROJECT, remove_if_unused
-from onecurve.errors import UserError
+from onecurve.errors import RankDiedError, RankFailedError, UserError
 from onecurve.process.layer_calls import first_different_calls
 from onecurve.process.rank import log_file, report_error
 from onecurve.process.signals import Stopped
-from onecurve.records.events import append_end, append_event, append_kill, end_of, logged_steps
+from onecurve.records.events import append_end, append_event, end_of, logged_steps, recorded_end
 from onecurve.records.files import METRICS, named_lock, read_json_lines
 
 _EXIT_DELAY = 3.0  # seconds; torchrun and this launcher look at the ranks ten times a second
@@ -33,16 +33,6 @@ _LOCK_TIMEOUT = 5.0  # seconds in which the processes of a killed start end
 _LIBRARIES = rf".*(?:site|dist)-packages/|{re.escape(sysconfig.get_path('stdlib'))}/|<"
 _ENGINE = rf"(?:{re.escape(str(PROJECT))}/)?(?:(?:engine/)?onecurve/|train\.py)"
 _FOLDED_FRAMES = re.compile(rf'(?:  File "(?:{_LIBRARIES}|{_ENGINE}).*\n(?:(?!  File ) .*\n)*)+')
-
-
-class RankFailedError(RuntimeError):
-    """A rank failed for another reason than a user error; the message has its number, its error and its log."""
-
-    dead_rank: int | None = None  # its number, if it ended without an error of its own
-
-
-class RankDiedError(RankFailedError):
-    """A rank ended without an error of its own: a signal killed its process, or a library exited."""
 
 
 def exit_rank(error: Exception, run_dir: str, rank: int, terminal: TextIO | None = None) -> NoReturn:
@@ -144,10 +134,7 @@ def _first_report(reports: Path, run_dir: str) -> Exception | None:
 
 @contextlib.contextmanager
 def recorded_command(cfg: DictConfig) -> Iterator[None]:
-    """Record that an earlier process was killed, then how this one fails or stops; write the page of the run.
-
-    `run_experiment` records a run that has finished, in rank zero.
-    """
+    """Let no other start of the run begin meanwhile; record how this one ends, and write the page of the run."""
     lock = named_lock(f"run {Path(cfg.run_dir).resolve()}")
     try:
         lock.acquire(timeout=_LOCK_TIMEOUT)
@@ -156,12 +143,9 @@ def recorded_command(cfg: DictConfig) -> Iterator[None]:
             f"run_dir={cfg.run_dir}: another start of this run is in progress on this machine: stop it, or choose "
             "another folder"
         ) from None
-    append_kill(cfg.run_dir)
     try:
-        yield
-    except BaseException as error:
-        append_end(cfg.run_dir, *_end_of(error))
-        raise
+        with recorded_end(cfg.run_dir):
+            yield
     finally:
         if cfg.report and not cfg.doctor:
             write_report(Path(cfg.run_dir))
@@ -170,15 +154,9 @@ def recorded_command(cfg: DictConfig) -> Iterator[None]:
 
 def record_restart(run_dir: str, end: RankFailedError | Stopped, reason: str = "") -> None:
     """Append the end of the ranks, and that they start again; `reason` is why on other devices, if so."""
-    event, cause = _end_of(end)
+    event, cause = end_of(end)
     append_end(run_dir, event, cause)
     append_event(run_dir, "restart", logged_steps(run_dir), reason or cause)
-
-
-def _end_of(error: BaseException) -> tuple[str, str]:
-    if isinstance(error, RankFailedError):  # stacks follow in further lines
-        return "killed" if isinstance(error, RankDiedError) else "failed", str(error).partition("\n")[0]
-    return end_of(error)
 
 
 def write_report(folder: Path) -> None:

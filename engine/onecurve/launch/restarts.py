@@ -18,8 +18,8 @@ from omegaconf import DictConfig
 
 from onecurve.checkpoint.newest import newest_checkpoint
 from onecurve.checkpoint.run_files import checkpoint_file
-from onecurve.errors import UserError
-from onecurve.launch.outcome import RankFailedError, fold_frames, record_restart
+from onecurve.errors import RankFailedError, UserError
+from onecurve.launch.outcome import fold_frames, record_restart
 from onecurve.process import signals
 from onecurve.records.events import STARTS, last_of, read_events
 from onecurve.targets import build

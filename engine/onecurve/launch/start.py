@@ -26,10 +26,10 @@ from omegaconf import DictConfig
 
 from onecurve.checkpoint.run_files import stop_message
 from onecurve.config.resolve import device_count, resolve_config, runs_in_single_process
-from onecurve.errors import UserError
+from onecurve.errors import RankFailedError, UserError
 from onecurve.launch import restarts
 from onecurve.launch.external import connect_ranks, plan_strategy, share_config
-from onecurve.launch.outcome import RankFailedError, exit_rank, first_failure, recorded_command
+from onecurve.launch.outcome import exit_rank, first_failure, recorded_command
 from onecurve.process import signals
 from onecurve.process.fork_server import register_end_of_interpreter, start_fork_server
 from onecurve.process.rank import (

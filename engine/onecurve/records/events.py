@@ -9,7 +9,7 @@ from pathlib import Path
 from signal import SIGINT, Signals
 from typing import Any
 
-from onecurve.errors import UserError
+from onecurve.errors import RankDiedError, RankFailedError, UserError
 from onecurve.process.signals import RESIZE, Stopped
 from onecurve.records.files import METRICS, append_json_line, is_of_test, read_json_lines
 
@@ -74,13 +74,15 @@ def end_of(error: BaseException) -> tuple[str, str]:
     if isinstance(error, KeyboardInterrupt):
         return "stopped", SIGINT.name
     lines = str(error).strip().splitlines() or [""]
+    if isinstance(error, RankFailedError):  # stacks follow in further lines
+        return "killed" if isinstance(error, RankDiedError) else "failed", lines[0]
     # A user error may be the cause of a longer one, which ends with it.
     return "failed", lines[-1] if isinstance(error, UserError) else f"{type(error).__name__}: {lines[0]}"
 
 
 @contextmanager
-def recorded_fit(run_dir: str | Path) -> Iterator[None]:
-    """Record the fit of a script: that an earlier process of the run was killed, if so, and how this one ends."""
+def recorded_end(run_dir: str | Path) -> Iterator[None]:
+    """Record that an earlier process of the run was killed, if so, and how this one ends."""
     append_kill(run_dir)
     try:
         yield

@@ -5,7 +5,6 @@ import logging
 import sys
 import time
 from pathlib import Path
-from signal import Signals
 from typing import Any, TextIO
 
 import lightning as L
@@ -15,7 +14,7 @@ from onecurve.errors import UserError
 from onecurve.observe.steps import RankConsensus, trained_steps
 from onecurve.process import signals
 from onecurve.process.rank import log_file, report_error, set_timeouts_after
-from onecurve.records.events import append_event
+from onecurve.records.events import append_event, end_of
 from onecurve.run.saving import LastCheckpoint
 
 _log = logging.getLogger(__name__)
@@ -73,15 +72,16 @@ class PreemptionHandler(L.Callback):
             return
         if should_save:
             self._save(trainer)
+        stopped = signals.Stopped(signal_number)
         signals.drop_lost_readers()
         if trainer.is_global_zero:
             if not is_resize:  # of which the launcher prints a line
                 place = f" at step {trained_steps(trainer)}" if should_save else ""
                 _log.info(stop_message(signal_number, self.folder, place))
             if should_save:  # the end of an evaluation is recorded by whoever has recorded its start
-                reason = "resized" if is_resize else Signals(signal_number).name
-                append_event(self.folder, "stopped", trained_steps(trainer), reason)
-        raise signals.Stopped(signal_number)
+                event, reason = end_of(stopped)
+                append_event(self.folder, event, trained_steps(trainer), reason)
+        raise stopped
 
     def _save(self, trainer: L.Trainer) -> None:
         """Save `last.ckpt` of the run folder, also of a run whose callbacks keep none or have another folder."""

@@ -43,7 +43,7 @@ from onecurve.random.dropout import use_sample_dropout
 from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import AFTER_STAGE, seed_generators
 from onecurve.random.step_seeds import RandomNumbers
-from onecurve.records.events import recorded_fit
+from onecurve.records.events import recorded_end
 from onecurve.run import arguments
 from onecurve.run.attributes import Attributes
 from onecurve.run.bit_exact import BitExactness
@@ -242,7 +242,7 @@ class Trainer(L.Trainer):
         data = self._prepare("fit", model, loaders, datamodule, path)
         self._fitted = data.plain
         # The launcher of train.py records the end itself.
-        recording = recorded_fit(self._folder) if self._is_script and self.is_global_zero else nullcontext()
+        recording = recorded_end(self._folder) if self._is_script and self.is_global_zero else nullcontext()
         with recording, self._stage(path):
             super().fit(model, datamodule=data, ckpt_path=path, weights_only=weights_only)
 

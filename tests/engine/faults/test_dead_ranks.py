@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from onecurve.errors import UserError
+from onecurve.errors import RankFailedError, UserError
 from onecurve.launch import start as launching
 from onecurve.records.events import read_events
 from tests.support.commands import (
@@ -137,10 +137,10 @@ def test_a_negative_number_of_restarts_is_none(monkeypatch: pytest.MonkeyPatch) 
 
     def fail(cfg: DictConfig, processes: int) -> None:
         starts.append(processes)
-        raise launching.RankFailedError("rank 0 failed")
+        raise RankFailedError("rank 0 failed")
 
     monkeypatch.setattr(launching, "_run_group", fail)
-    with pytest.raises(launching.RankFailedError):
+    with pytest.raises(RankFailedError):
         launching.launch_workers(configured(-1))
     assert starts == [2]
 

@@ -8,9 +8,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from onecurve.errors import UserError
+from onecurve.errors import RankFailedError, UserError
 from onecurve.launch import start as launching
-from onecurve.launch.outcome import RankFailedError
 from onecurve.launch.restarts import (
     DevicePolicy,
     next_start,

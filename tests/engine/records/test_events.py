@@ -19,7 +19,7 @@ from onecurve.records.events import (
     end_of,
     logged_steps,
     read_events,
-    recorded_fit,
+    recorded_end,
 )
 
 METRICS = "step,epoch,loss\n9,0,1.5\n"
@@ -154,9 +154,9 @@ def test_the_end_of_a_run_by_an_error(error: BaseException, end: tuple[str, str]
 
 def test_a_fit_of_a_script_records_its_end(tmp_path: Path) -> None:
     write(tmp_path, "start")
-    with recorded_fit(tmp_path):
+    with recorded_end(tmp_path):
         append_event(tmp_path, "start")
-    with suppress(KeyboardInterrupt), recorded_fit(tmp_path):
+    with suppress(KeyboardInterrupt), recorded_end(tmp_path):
         append_event(tmp_path, "start")
         raise KeyboardInterrupt
     assert names(tmp_path) == ["start", "killed", "start", "finished", "start", "stopped"]

@@ -26,8 +26,7 @@ from rich.text import Text
 
 from onecurve.config.folder import remove_if_unused
 from onecurve.config.resolve import runs_in_single_process
-from onecurve.errors import UserError
-from onecurve.launch.outcome import RankFailedError
+from onecurve.errors import RankFailedError, UserError
 from onecurve.launch.start import launch
 from onecurve.process.rank import detect_cluster_environment, resolve_devices
 from onecurve.process.started_by import check_tasks_are_started, started_by

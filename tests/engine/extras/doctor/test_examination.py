@@ -10,10 +10,9 @@ import pytest
 from omegaconf import OmegaConf
 from torch.distributed import HashStore
 
-from onecurve.errors import UserError
+from onecurve.errors import RankFailedError, UserError
 from onecurve.extras.doctor import all_reduce, examination
 from onecurve.extras.doctor.examination import check_all_reduce, run_check
-from onecurve.launch.outcome import RankFailedError
 from tests.support.commands import run_here
 
 QUICK = ["doctor=true", "trainer.accelerator=cpu", "logger=none"]
