@@ -76,7 +76,11 @@ def train(cfg: DictConfig) -> Result:
     forget_other_ranks()
     trainers: list[L.Trainer] = []
     with _hydra_initialized(list(cfg.runtime.overrides)), _process_restored():
-        folder = _make_run_folder(cfg)
+        # What Hydra itself sets for a run in its folder.
+        complete = hydra.compose("train", list(cfg.runtime.overrides), return_hydra_config=True)
+        folder = Path(complete.hydra.run.dir).absolute()
+        complete.hydra.runtime.output_dir = str(folder)
+        HydraConfig.instance().set_config(complete)
         own_copy = cfg.copy()
         OmegaConf.set_readonly(own_copy, False)
         try:
@@ -85,15 +89,6 @@ def train(cfg: DictConfig) -> Result:
             remove_if_unused(folder)
             raise
     return Result(metrics, Path(trainers[0].default_root_dir), trainers[0]) if trainers else Result(metrics, folder)
-
-
-def _make_run_folder(cfg: DictConfig) -> Path:
-    """Make the run folder, and set what Hydra itself would set for a run in it."""
-    complete = hydra.compose("train", list(cfg.runtime.overrides), return_hydra_config=True)
-    folder = Path(complete.hydra.run.dir).absolute()
-    complete.hydra.runtime.output_dir = str(folder)
-    HydraConfig.instance().set_config(complete)
-    return folder
 
 
 @contextmanager

@@ -23,11 +23,6 @@ PROJECT = next((folder for folder in _FOLDERS if (folder / "conf" / "train.yaml"
 CONF = PROJECT / "conf"
 
 
-def project_path(path: str) -> str:
-    """Return the absolute path of a default folder, which is in the project's folder, wherever train.py is started."""
-    return str(PROJECT / path)
-
-
 def run_folder(runs: str, name: str, *, _root_: DictConfig) -> str:
     """Make the run folder and return its path, for `hydra.run.dir`.
 
@@ -84,5 +79,6 @@ def saved_config(folder: Path) -> Any:
 def register_resolvers() -> None:
     """Register the functions that conf/ calls. `use_cache` lets an interpolation keep its first value."""
     OmegaConf.register_new_resolver("unique_name", unique_name, use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("project_path", project_path, replace=True)
+    # A default folder is in the project's folder, wherever train.py is started.
+    OmegaConf.register_new_resolver("project_path", lambda path: str(PROJECT / path), replace=True)
     OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)

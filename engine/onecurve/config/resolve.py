@@ -136,11 +136,8 @@ def _check_launch(cfg: DictConfig) -> None:
 def refuse_unknown_options(cfg: DictConfig, choices: Any) -> None:
     """Check the names at the root and in `launch`; other options belong to a class, which refuses unknown ones.
 
-    A name that a value interpolates, such as `${base_lr}`, is a variable of the user.
-
-    Args:
-        cfg: the composed configuration, before interpolations are resolved.
-        choices: the chosen file of each group.
+    A name that a value interpolates, such as `${base_lr}`, is a variable of the user. `choices` has the chosen file of
+    each group.
     """
     groups = {file.name for file in CONF.iterdir() if file.is_dir()} | {*choices}
     root = yaml.safe_load((CONF / "train.yaml").read_text())

@@ -23,8 +23,7 @@ from onecurve.config.folder import PROJECT, remove_if_unused
 from onecurve.errors import RankDiedError, RankFailedError, UserError
 from onecurve.process.layer_calls import first_different_calls
 from onecurve.process.rank import log_file, report_error
-from onecurve.process.signals import Stopped
-from onecurve.records.events import append_end, append_event, end_of, logged_steps, recorded_end
+from onecurve.records.events import recorded_end
 from onecurve.records.files import METRICS, named_lock, read_json_lines
 
 _EXIT_DELAY = 3.0  # seconds; torchrun and this launcher look at the ranks ten times a second
@@ -150,13 +149,6 @@ def recorded_command(cfg: DictConfig) -> Iterator[None]:
         if cfg.report and not cfg.doctor:
             write_report(Path(cfg.run_dir))
         lock.release()
-
-
-def record_restart(run_dir: str, end: RankFailedError | Stopped, reason: str = "") -> None:
-    """Append the end of the ranks, and that they start again; `reason` is why on other devices, if so."""
-    event, cause = end_of(end)
-    append_end(run_dir, event, cause)
-    append_event(run_dir, "restart", logged_steps(run_dir), reason or cause)
 
 
 def write_report(folder: Path) -> None:

@@ -19,9 +19,9 @@ from omegaconf import DictConfig
 from onecurve.checkpoint.newest import newest_checkpoint
 from onecurve.checkpoint.run_files import checkpoint_file
 from onecurve.errors import RankFailedError, UserError
-from onecurve.launch.outcome import fold_frames, record_restart
+from onecurve.launch.outcome import fold_frames
 from onecurve.process import signals
-from onecurve.records.events import STARTS, last_of, read_events
+from onecurve.records.events import STARTS, append_restart, last_of, read_events
 from onecurve.targets import build
 
 _PROBE_TIMEOUT = 90.0  # seconds; a probe may import torch from a slow disk
@@ -125,7 +125,7 @@ def next_start(cfg: DictConfig, policy: DevicePolicy, end: RankFailedError | sig
         if policy.restarts_left < 0:
             raise end
         print(fold_frames(str(end)), file=sys.stderr)
-    record_restart(cfg.run_dir, end, reason)
+    append_restart(cfg.run_dir, end, reason)
     if reason:
         cfg = with_devices_of(policy, cfg, reason)
     else:

@@ -162,15 +162,31 @@ def launch_workers(cfg: DictConfig) -> dict[str, float]:
 
 def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
     """Run all ranks once; return the metrics of rank zero."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _silence_launchers()
-    method = start_fork_server()
+    # Seconds between SIGTERM and SIGKILL for the ranks that remain; torch before 2.12 always waits 30.
+    options: dict[str, Any] = {"shutdown_timeout": 5} if hasattr(LaunchConfig, "shutdown_timeout") else {}
     with TemporaryDirectory(prefix="reports-", ignore_cleanup_errors=True) as reports:
+        # In each rank Lightning finds by the variables of torch's elastic launcher that it has been started.
+        elastic = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=processes,
+            run_id=cfg.runtime.run_id,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,  # because they would repeat user errors and hide their messages
+            start_method=start_fork_server(),
+            monitor_interval=0.1,
+            signals_to_handle="",  # none: onecurve/process/signals.py handles them
+            logs_specs=DefaultLogsSpecs(reports),  # the ranks write their errors into this folder
+            **options,
+        )
         try:
-            start = elastic_launch(_torchelastic_config(cfg, processes, reports, method), _run_worker)
-            results = start(cfg, {**os.environ}, usable_cores())
+            results = elastic_launch(elastic, _run_worker)(cfg, {**os.environ}, usable_cores())
         except ChildFailedError as failed:
             # A signal came before the ranks could save, or a second one came.
             if signals.requested() not in (0, signals.RESIZE):
@@ -182,33 +198,6 @@ def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
     if isinstance(metrics_or_signal, int):
         raise signals.Stopped(metrics_or_signal)
     return metrics_or_signal
-
-
-def _torchelastic_config(cfg: DictConfig, processes: int, reports: str, method: str) -> Any:
-    """Return the settings of torch's elastic launcher, whose ranks write their errors into the folder `reports`.
-
-    Its own restarts are off, because they would repeat user errors and hide their messages. In each rank Lightning
-    finds by the launcher's variables that it has been started.
-    """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
-
-    # Seconds between SIGTERM and SIGKILL for the ranks that remain; torch before 2.12 always waits 30.
-    options: dict[str, Any] = {"shutdown_timeout": 5} if hasattr(LaunchConfig, "shutdown_timeout") else {}
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id=cfg.runtime.run_id,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        start_method=method,
-        monitor_interval=0.1,
-        signals_to_handle="",  # none: onecurve/process/signals.py handles them
-        logs_specs=DefaultLogsSpecs(reports),
-        **options,
-    )
 
 
 def _stopped(cfg: DictConfig) -> signals.Stopped:

@@ -21,18 +21,12 @@ def start_loggers(loggers: Iterable[Logger]) -> list[Logger]:
         except Exception as error:
             _warn(f"{type(logger).__name__} cannot start, and training continues without it", error)
             continue
-        _guard_methods(logger)
+        # On the object alone, so that callbacks still find the logger by its class.
+        for name in [name for name in dir(logger) if name in _GUARDED or name.startswith("log_")]:
+            if callable(method := getattr(logger, name)):
+                setattr(logger, name, _guard(method, f"{type(logger).__name__}.{name}"))
         started.append(logger)
     return started
-
-
-def _guard_methods(logger: Logger) -> None:
-    """Replace the methods on the object alone, so that callbacks still find the logger by its class."""
-    for name in dir(logger):
-        if name in _GUARDED or name.startswith("log_"):
-            method = getattr(logger, name)
-            if callable(method):
-                setattr(logger, name, _guard(method, f"{type(logger).__name__}.{name}"))
 
 
 def _guard(method: Callable[..., Any], name: str) -> Callable[..., Any]:

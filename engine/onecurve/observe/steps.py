@@ -61,7 +61,9 @@ class RankConsensus:
         if self._steps_left:
             return 0
         now = time.monotonic()
-        interval = self._next_interval(now)
+        steps_per_second = self._interval / max(now - self._last_poll, 1e-6)
+        # At most double, because the first step is not typical.
+        interval = min(max(1, int(steps_per_second)), 2 * self._interval, _MAX_INTERVAL)
         if trainer.world_size == 1:  # a tensor would make the host wait for the device
             answer = ask()
         else:
@@ -70,9 +72,3 @@ class RankConsensus:
             interval = -negative_interval  # the shortest of all ranks
         self._last_poll, self._interval, self._steps_left = now, interval, interval
         return answer
-
-    def _next_interval(self, now: float) -> int:
-        """Return the number of steps to the next poll, by the speed of the steps since the last one."""
-        steps_per_second = self._interval / max(now - self._last_poll, 1e-6)
-        # At most double, because the first step is not typical.
-        return min(max(1, int(steps_per_second)), 2 * self._interval, _MAX_INTERVAL)

@@ -149,16 +149,13 @@ class Timeline(L.Callback):
         training, steps = now - self._start - sum(self._pauses.values()), step - self._last_step
         interval = {"step": step, "steps": steps, "start": self._start, "seconds": now - self._start}
         self.step_seconds = training / steps if steps else None
-        spans = self._spans(training)
+        # The activities of the recorded step, scaled to the seconds of training.
+        recorded = self.recorded.spans if self.recorded and self.recorded.seconds else {"other": 1.0}
+        spans = {name: training * part / sum(recorded.values()) for name, part in recorded.items()} | self._pauses
+        spans = {name: round(value, 6) for name, value in spans.items()}
         self._write("interval", interval | {"spans": spans, "peak_memory_mib": peak_memory_mib(self._device)})
         self._last_step, self._start, self._recording = step, now, None
         self._pauses.clear()
-
-    def _spans(self, training: float) -> dict[str, float]:
-        """Return the seconds of each activity; those of the recorded step are scaled to the seconds of training."""
-        recorded = self.recorded.spans if self.recorded and self.recorded.seconds else {"other": 1.0}
-        spans = {name: training * part / sum(recorded.values()) for name, part in recorded.items()}
-        return {name: round(value, 6) for name, value in (spans | self._pauses).items()}
 
     def _write(self, kind: str, line: dict[str, Any]) -> None:
         """Append a line. If that fails, such as on a full disk, training continues without the timeline."""

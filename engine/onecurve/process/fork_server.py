@@ -17,6 +17,7 @@ from pathlib import Path
 
 from onecurve.patches.python import end_threads_and_call_exit_functions
 from onecurve.process.signals import SIGNALS
+from onecurve.process.started_by import variables_replaced
 
 PRELOADED = ["onecurve.run.experiment", "torch._dynamo"]
 _LONGEST = 85  # characters of the folder of its socket, whose path has at most 107 on Linux, 18 for its name
@@ -56,17 +57,14 @@ def _inherited() -> Iterator[None]:
     It would find a module in the working directory before a library of that name, as `python -c` does, and so it begins
     in another. Some versions of CPython do not tell it the path (`main` of multiprocessing/forkserver.py).
     """
-    folder, path = os.getcwd(), os.environ.get("PYTHONPATH")
+    folder, path = os.getcwd(), os.pathsep.join(map(os.path.abspath, sys.path))
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
     os.chdir("/")
     try:
-        yield
+        with variables_replaced(["PYTHONPATH"], PYTHONPATH=path):
+            yield
     finally:
         os.chdir(folder)
-        del os.environ["PYTHONPATH"]
-        if path is not None:
-            os.environ["PYTHONPATH"] = path
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
 

@@ -125,12 +125,15 @@ def log_to_folder(run_dir: str | Path, rank: int) -> None:
     """Send the log of this process to `run_dir/logs/rankN.log`, and above rank zero also its stdout and stderr."""
     file = log_file(run_dir, rank)
     file.parent.mkdir(parents=True, exist_ok=True)
-    handlers: list[logging.Handler] = [logging.FileHandler(file)]
-    handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    log = logging.FileHandler(file)
+    log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handlers: list[logging.Handler] = [log]
     if rank == 0:
         handlers.append(TerminalHandler())
     else:
-        _redirect_output(file)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(log.stream.fileno(), stream.fileno())
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=handlers, force=True)
     logging.captureWarnings(True)
     ignore_warnings()
@@ -195,14 +198,6 @@ def _replace_excepthook(rank: int) -> None:
                 strategy.launcher.kill(SIGKILL)
 
     sys.excepthook = show_shortened
-
-
-def _redirect_output(file: Path) -> None:
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        os.dup2(descriptor, stream.fileno())
-    os.close(descriptor)
 
 
 class TerminalHandler(logging.StreamHandler):  # no StreamHandler[TextIO] in Python 3.10

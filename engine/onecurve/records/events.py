@@ -67,6 +67,13 @@ def append_end(run_dir: str | Path, event: str, reason: str | None, seconds: flo
         append_event(run_dir, event, logged_steps(run_dir), reason, seconds)
 
 
+def append_restart(run_dir: str | Path, end: BaseException, reason: str) -> None:
+    """Append the end of the ranks, and that they start again; `reason` is why on other devices, if so."""
+    event, cause = end_of(end)
+    append_end(run_dir, event, cause)
+    append_event(run_dir, "restart", logged_steps(run_dir), reason or cause)
+
+
 def end_of(error: BaseException) -> tuple[str, str]:
     """Return the event and the reason of the end by which an error ends a run."""
     if isinstance(error, Stopped):

@@ -94,11 +94,7 @@ def _callbacks(trainer: L.Trainer) -> dict[str, L.Callback]:
     callbacks: list[L.Callback] = cast(Any, trainer).callbacks
     plain = [one for one in callbacks if type(one).state_dict is L.Callback.state_dict]
     # Not one that inherits from a callback of Lightning, as a progress bar, which has numbers of its process.
-    own = [one for one in plain if _bases(one) == [L.Callback]]
+    libraries = ("lightning.", "onecurve.")
+    own = [one for one in plain if [p for p in type(one).__mro__ if p.__module__.startswith(libraries)] == [L.Callback]]
     classes = [type(one) for one in own]
     return {f"callback {one.state_key}": one for one in own if classes.count(type(one)) == 1}
-
-
-def _bases(callback: L.Callback) -> list[type]:
-    """Return the classes of Lightning and of this library that a callback inherits from, its own among them."""
-    return [part for part in type(callback).__mro__ if part.__module__.startswith(("lightning.", "onecurve."))]

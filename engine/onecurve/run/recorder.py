@@ -121,7 +121,10 @@ class RunRecorder(L.Callback):
             if isinstance(logger, CSVLogger):
                 logger.cut(self._resumed_at)
         if self.config.bit_exact:
-            self._compare_numerics(numerics(pl_module))
+            now = numerics(pl_module)
+            changes = [f"{key}={now[key]} (before {old})" for key, old in self._numerics.items() if now.get(key) != old]
+            if changes:
+                _log.warning("the run goes on with other bits than without the interruption: %s", ", ".join(changes))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._resumed_at and trained_steps(trainer) == self._resumed_at and not trainer.should_stop:
@@ -141,12 +144,6 @@ class RunRecorder(L.Callback):
             self._start(trainer, pl_module)
 
     on_validation_start = on_test_start = on_predict_start = _start_evaluation
-
-    def _compare_numerics(self, now: dict[str, Any]) -> None:
-        """Warn of what changes the last bits of a run that goes on."""
-        changes = [f"{key}={now[key]} (before {old})" for key, old in self._numerics.items() if now.get(key) != old]
-        if changes:
-            _log.warning("the run goes on with other bits than without the interruption: %s", ", ".join(changes))
 
     def _start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Start the loggers in this process, log the configuration, and record the start of the run."""

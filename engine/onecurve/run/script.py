@@ -33,15 +33,8 @@ def describe_script(
     """Return the configuration that names the experiment of a script's run.
 
     Its options are the arguments of the trainer, and the hyper-parameters that module and DataModule have kept by
-    `save_hyperparameters`. Other arguments of these are not compared when a run continues.
-
-    Args:
-        trainer: a `onecurve.Trainer`.
-        module: the user's module.
-        data: the user's DataModule, or what stands for the loaders.
-        given: the trainer's arguments by name.
-        stage: the stage that begins.
-        path: the checkpoint from which it begins.
+    `save_hyperparameters`. Other arguments of these are not compared when a run continues. `given` has the trainer's
+    arguments by name; `stage` begins from the checkpoint `path`.
     """
     limits = {f"limit_{name}_batches": limit for name, limit in trainer.limits.items()}
     arguments = {

@@ -107,18 +107,14 @@ def _build_trusted(node: DictConfig, packages: Sequence[str], origin: str) -> An
     """Build the object that a checkpoint's configuration describes, only with code of the packages."""
     inner = target_nodes(OmegaConf.to_container(node))
     for target in [node._target_, *(str(part["_target_"]) for _, part in inner)]:
-        if not _is_in(target, packages):
+        prefixes = tuple(f"{package}." for package in packages)
+        is_trusted = target.startswith(prefixes)
+        if is_trusted:  # only then may its code be imported; the packages must define it, and not only import it
+            is_trusted = f"{getattr(get_object(target), '__module__', '')}.".startswith(prefixes)
+        if not is_trusted:
             package = target.partition(".")[0]
             raise UserError(
                 f"refused: {origin} would run {target}, which is not in {' or '.join(packages)}. If that is your code, "
                 f"load_run(RUN_DIR, trust=['{package}']) and scripts.export --trust {package} run it"
             )
     return instantiate(node, _convert_="all")
-
-
-def _is_in(target: str, packages: Sequence[str]) -> bool:
-    """Return whether the packages define a target, and do not only import it."""
-    prefixes = tuple(f"{package}." for package in packages)
-    if not target.startswith(prefixes):
-        return False
-    return f"{getattr(get_object(target), '__module__', '')}.".startswith(prefixes)

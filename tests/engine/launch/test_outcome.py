@@ -13,7 +13,7 @@ from onecurve.errors import RankDiedError, UserError
 from onecurve.launch import outcome
 from onecurve.process.rank import log_file
 from onecurve.process.signals import RESIZE, Stopped
-from onecurve.records.events import append_event, read_events
+from onecurve.records.events import append_event, append_restart, read_events
 
 LOST = "RuntimeError: gloo: connection closed by peer"
 
@@ -118,5 +118,5 @@ def test_a_value_for_debugging_that_crashes_torch_is_named(tmp_path: Path, monke
 
 def test_ranks_that_make_room_for_a_device_have_got_no_signal(tmp_path: Path) -> None:
     append_event(tmp_path, "start", 0)
-    outcome.record_restart(str(tmp_path), Stopped(RESIZE))
+    append_restart(tmp_path, Stopped(RESIZE), "")
     assert [event["reason"] for event in read_events(tmp_path)] == [None, "resized", "resized"]
