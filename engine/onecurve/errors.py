@@ -47,13 +47,14 @@ class DivergedUserError(UserError):
 
 
 class RankFailedError(RuntimeError):
-    """A rank failed for another reason than a user error; the message has its number, its error and its log."""
+    """A rank failed for another reason than a user error; the message has its number, its error and its log.
 
-    dead_rank: int | None = None  # its number, if it ended without an error of its own
+    `dead_rank` is its number if it ended without an error of its own: a signal killed its process, or a library exited.
+    """
 
-
-class RankDiedError(RankFailedError):
-    """A rank ended without an error of its own: a signal killed its process, or a library exited."""
+    def __init__(self, message: str, dead_rank: int | None = None) -> None:
+        super().__init__(message)
+        self.dead_rank = dead_rank
 
 
 def similar_names(word: str, names: Iterable[str]) -> list[str]:

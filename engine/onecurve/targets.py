@@ -16,6 +16,7 @@ from onecurve.errors import UserError, suggest
 
 _OWN = ("onecurve.", "src.", "lightning.pytorch.trainer.")  # whose options a class of a project has
 _KINDS = {bool: "true or false", int: "an integer", float: "a number"}
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _NOT_PASSED = "single_process"  # only the launcher reads this option of a strategy
 
 
@@ -66,8 +67,11 @@ def check_options(cfg: DictConfig) -> None:
             raise UserError(f"{name}.{key}: {node['_target_']} has no option `{key}`; {hint}")
         for key in [key for key in node if key in parameters]:
             check_value(f"{name}.{key}", node[key], parameters[key].annotation)
-        missing = _missing_options(node, parameters)
-        if missing and not name.startswith(unbuilt):  # Hydra hands these on, and the user's code builds them
+        if node.get("_partial_") or "_args_" in node or name.startswith(unbuilt):  # the user's code builds the last
+            continue
+        named = [key for key, parameter in parameters.items() if parameter.kind in _NAMED]
+        missing = [key for key in named if parameters[key].default is inspect.Parameter.empty and key not in node]
+        if missing:
             raise UserError(
                 f"{name}.{missing[0]} is missing, and {node['_target_']} has no default for it: add it to the file of "
                 "conf/ that names the class, or `_partial_: true` if code gives it later"
@@ -79,15 +83,6 @@ def _refused_options(node: Any, parameters: dict[str, inspect.Parameter]) -> lis
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return []
     return [key for key in node if not key.startswith("_") and key != _NOT_PASSED and key not in parameters]
-
-
-def _missing_options(node: dict[str, Any], parameters: dict[str, inspect.Parameter]) -> list[str]:
-    """Return the options without a default that a node does not give, although Hydra calls its class."""
-    if node.get("_partial_") or "_args_" in node:
-        return []
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
-    return [key for key in required if parameters[key].kind in named and key not in node]
 
 
 def drop_replaced_options(cfg: DictConfig, overrides: Iterable[str]) -> None:

@@ -15,10 +15,8 @@ _log = logging.getLogger(__name__)
 class ScheduleCheck(L.Callback):
     """Refuses schedules, intervals of validation, and metrics to follow that do not fit the run.
 
-    A sanity check shows whether the metrics that callbacks monitor exist, which Lightning asks after an epoch.
-
-    Args:
-        callbacks: the user's, by their options.
+    A sanity check shows whether the metrics that the user's callbacks monitor exist, which Lightning asks after an
+    epoch.
     """
 
     _are_compared = True  # outside of a fit, nothing follows a metric
@@ -63,17 +61,14 @@ class ScheduleCheck(L.Callback):
         self._of_validation = {name: monitor for name, monitor in monitors.items() if monitor.startswith("val")}
         self._are_compared = False
         if not trainer.datamodule.evaluates("val"):
-            self._refuse_or_warn()
+            if monitor := self._of_validation.get("ReduceLROnPlateau"):
+                problem = f"ReduceLROnPlateau monitors {monitor}, but the run has no validation"
+                raise UserError(f"{problem}: give it validation data, or let it monitor a metric of training")
+            if waiting := sorted({*self._of_validation, *self._after_validation}):
+                _log.warning("the run has no validation, so %s cannot act", " and ".join(waiting))
         known = {"val/loss", "val/acc"} if getattr(pl_module, "takes_batch", False) else set()  # of this template
         if not known.issuperset(self._of_validation.values()):
             trainer.num_sanity_val_steps = trainer.num_sanity_val_steps or 1
-
-    def _refuse_or_warn(self) -> None:
-        if monitor := self._of_validation.get("ReduceLROnPlateau"):
-            problem = f"ReduceLROnPlateau monitors {monitor}, but the run has no validation"
-            raise UserError(f"{problem}: give it validation data, or let it monitor a metric of training")
-        if waiting := sorted({*self._of_validation, *self._after_validation}):
-            _log.warning("the run has no validation, so %s cannot act", " and ".join(waiting))
 
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         logged = trainer.callback_metrics

@@ -37,9 +37,7 @@ _KINDS |= {"launch.max_restarts": int, "launch.elastic": bool, "launch.min_devic
 def resolve_config(cfg: DictConfig, plan_strategy: Callable[[DictConfig], None] | None = None) -> DictConfig:
     """Set what each start decides (checkpoint, devices, run id), and resolve all interpolations.
 
-    Args:
-        cfg: the composed configuration.
-        plan_strategy: replaces `strategy=best` once the other options are checked.
+    `plan_strategy` replaces `strategy=best` once the other options are checked.
 
     Raises:
         UserError: if an option is unknown, a checkpoint is missing, the run folder is not writable, or there are fewer

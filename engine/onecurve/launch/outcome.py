@@ -20,7 +20,7 @@ from filelock import Timeout
 from omegaconf import DictConfig
 
 from onecurve.config.folder import PROJECT, remove_if_unused
-from onecurve.errors import RankDiedError, RankFailedError, UserError
+from onecurve.errors import RankFailedError, UserError
 from onecurve.process.layer_calls import first_different_calls
 from onecurve.process.rank import log_file, report_error
 from onecurve.records.events import recorded_end
@@ -103,8 +103,7 @@ def first_failure(failed: Any, run_dir: str, reports: Path) -> Exception:
         )
     # torch crashes with this value on CPUs.
     debug = "; unset TORCH_DISTRIBUTED_DEBUG=DETAIL" * (os.environ.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL")
-    died = RankDiedError(f"rank {rank} died ({failure.message}){debug}; its log is {log_file(run_dir, rank)}")
-    died.dead_rank = rank
+    died = RankFailedError(f"rank {rank} died ({failure.message}){debug}; its log is {log_file(run_dir, rank)}", rank)
     if failure.exitcode < 0:  # killed by a signal
         return died
     logs = [file for file in Path(run_dir, "logs").glob("rank*.log") if _TIMER in file.read_text(errors="replace")]

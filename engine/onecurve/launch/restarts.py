@@ -30,14 +30,10 @@ _PAUSE = float(os.environ.get("ELASTIC_PAUSE", 60.0))  # seconds before lost dev
 
 
 class DevicePolicy:
-    """Decides on which devices a run restarts; it does no I/O.
+    """Decides on which of the devices that the user asked for, given as indices, a run restarts; it does no I/O.
 
     A first death restarts on the same devices. A rank that dies twice without a newer checkpoint in between, or a
     device whose probe fails, is left out.
-
-    Args:
-        devices: indices of the devices that the user asked for.
-        cfg: the resolved configuration.
     """
 
     def __init__(self, devices: list[int], cfg: DictConfig) -> None:

@@ -53,10 +53,9 @@ def launch(
     around_workers: Callable[[DictConfig], AbstractContextManager[Any]] = nullcontext,
     keep_trainer: Callable[[Any], None] | None = None,
 ) -> dict[str, float]:
-    """Run the job on all its ranks; return rank zero's final metrics.
+    """Run the job of a composed configuration on all its ranks; return rank zero's final metrics.
 
     Args:
-        cfg: the composed configuration.
         around_workers: context manager around the processes that this launcher starts, as those of a sweep's job; it
             gets the resolved configuration.
         keep_trainer: gets the trainer after the run if this process is a rank, as in a notebook.
@@ -128,10 +127,7 @@ def run_rank(cfg: DictConfig, rank: int, keep_trainer: Callable[[Any], None] | N
 
 
 def launch_workers(cfg: DictConfig) -> dict[str, float]:
-    """Run all ranks, and restart them after failures (`restarts.next_start`, by the options `launch.*`).
-
-    Returns:
-        rank zero's metrics.
+    """Run all ranks, and restart them after failures (`restarts.next_start`); return rank zero's metrics.
 
     Raises:
         UserError: if the first failed rank raised one, as a restart would not help, or too few devices are left.

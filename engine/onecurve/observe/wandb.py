@@ -28,9 +28,7 @@ class WandbLogger(lightning_strategies.WandbLogger):
     A training run stays one W&B run however often it is resumed.
 
     Args:
-        run_id: id of the W&B run.
         folder: the run folder, for wandb's files.
-        name: the displayed name of the run.
         options: other arguments of Lightning's WandbLogger and of `wandb.init`. `log_model` is whether to upload the
             final checkpoints as artifacts; "all" uploads each one when it is saved.
     """

@@ -9,7 +9,7 @@ from pathlib import Path
 from signal import SIGINT, Signals
 from typing import Any
 
-from onecurve.errors import RankDiedError, RankFailedError, UserError
+from onecurve.errors import RankFailedError, UserError
 from onecurve.process.signals import RESIZE, Stopped
 from onecurve.records.files import METRICS, append_json_line, is_of_test, read_json_lines
 
@@ -30,12 +30,9 @@ def append_event(
     """Append an event to the record of a run; only one process of the run may do so at a time.
 
     Args:
-        run_dir: the run folder.
         event: start, resume, stopped, failed, killed, restart or finished.
         step: optimizer steps that the run has taken.
-        reason: one line.
         seconds: UNIX time of the event; None is now.
-        details: values that JSON can represent.
     """
     entry = {"time": seconds or time.time(), "event": event, "step": step, "reason": reason} | details
     try:
@@ -82,7 +79,7 @@ def end_of(error: BaseException) -> tuple[str, str]:
         return "stopped", SIGINT.name
     lines = str(error).strip().splitlines() or [""]
     if isinstance(error, RankFailedError):  # stacks follow in further lines
-        return "killed" if isinstance(error, RankDiedError) else "failed", lines[0]
+        return "failed" if error.dead_rank is None else "killed", lines[0]
     # A user error may be the cause of a longer one, which ends with it.
     return "failed", lines[-1] if isinstance(error, UserError) else f"{type(error).__name__}: {lines[0]}"
 

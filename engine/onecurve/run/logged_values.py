@@ -1,7 +1,7 @@
 """What `self.log` of a module becomes: values that count the samples of each rank, and are logged at log points.
 
-`use_own_loop_parts` of `onecurve/run/training_loop.py` gives a trainer `LoggedValues` and `LogPoints`. A step of
-several parts logs to a `PassLog` first (`onecurve/run/step.py`).
+`onecurve.Trainer` puts `LoggedValues` and `LogPoints` into Lightning's loops. A step of several parts logs to a
+`PassLog` first (`onecurve/run/step.py`).
 """
 
 import logging
@@ -71,13 +71,7 @@ class PassLog:
         return torch.full((), value, dtype=self.dtype, device=self.device)  # without a transfer
 
     def log(self, results: Any, table: Tensor, is_complete: bool) -> None:
-        """Log the values of a table, of which `rows` are a part.
-
-        Args:
-            results: Lightning's collection of logged values.
-            table: a row for each pass, with at least the columns of `rows`.
-            is_complete: whether the table has the passes of all processes.
-        """
+        """Log the values of a table, of which `rows` are a part; if it `is_complete`, it has those of all processes."""
         columns = table[:, _FIRST_COLUMNS:].T
         for number, ((fx, name, _), logged) in enumerate(sorted(self._logged.items())):
             values, weights = columns[2 * number : 2 * number + 2]

@@ -35,7 +35,6 @@ class LastCheckpoint(Checkpoint):
     the step; Lightning calls the hooks of checkpoint callbacks last.
 
     Args:
-        dirpath: folder of the checkpoint.
         every_n_epochs: epochs between saves; None for a save at the end of the run only.
         every_n_train_steps: optimizer steps between additional saves.
         train_time_interval: seconds after the last save at which a rank requests another.

@@ -2,10 +2,10 @@
 
 A batch of Lightning is an optimizer step, on any hardware: hooks, `batch_idx`, counts and logs come once per step.
 The loader yields the parts of a step (`RankLoader` of `onecurve/data/rank_loader.py`), and the closure that Lightning
-gives to the optimizer computes them one after the other; `use_own_loop_parts` of `onecurve/run/training_loop.py` puts
-`StepInParts` into a trainer. The parts are micro-batches, whose gradients add up in place; or the virtual ranks of this
-process (`onecurve/parallel/virtual_ranks.py`). The mean loss of a rank that has more or fewer samples than others is
-weighted by them, so that the mean over the ranks is that of the samples.
+gives to the optimizer computes them one after the other; `onecurve.Trainer` puts `StepInParts` into Lightning's loops.
+The parts are micro-batches, whose gradients add up in place; or the virtual ranks of this process
+(`onecurve/parallel/virtual_ranks.py`). The mean loss of a rank that has more or fewer samples than others is weighted
+by them, so that the mean over the ranks is that of the samples.
 
 In a step these follow each other: the objects of the passes are made; for each part its context begins, which tells
 the data and the random numbers what part it is, then come the forward pass, in the first part the reset of the

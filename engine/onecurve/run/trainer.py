@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from itertools import count
 from pathlib import Path
 from typing import Any, ParamSpec, cast
@@ -37,6 +37,7 @@ from onecurve.network.precision import is_double
 from onecurve.observe.csv import CSVLogger
 from onecurve.parallel.compatibility import check_callbacks, check_can_train, check_division, resolve_strategy
 from onecurve.parallel.norm_groups import NormGroups
+from onecurve.patches.lightning_loops import leave_signals_alone, replace_parts
 from onecurve.process.rank import log_script, resolve_devices, shorten_user_errors, tune_malloc
 from onecurve.process.signals import ended_here
 from onecurve.random.dropout import use_sample_dropout
@@ -48,12 +49,14 @@ from onecurve.run import arguments
 from onecurve.run.attributes import Attributes
 from onecurve.run.bit_exact import BitExactness
 from onecurve.run.known_errors import translated_errors
+from onecurve.run.logged_values import LoggedValues, LogPoints
 from onecurve.run.metric_states import MetricStates, MetricSync, VirtualMetrics
 from onecurve.run.recorder import RunRecorder
 from onecurve.run.saving import LastCheckpoint, LateSaves, check_overwrites_nothing, find_checkpoint, monitoring
 from onecurve.run.script import describe_script
+from onecurve.run.step import StepInParts
 from onecurve.run.stopping import PreemptionHandler, Watchdog
-from onecurve.run.training_loop import LoopChanges, use_own_loop_parts
+from onecurve.run.training_loop import LoopChanges, PreparingConnector
 
 _log = logging.getLogger(__name__)
 _FOLDER = "onecurve_logs"  # of a run without `default_root_dir`, beside Lightning's lightning_logs
@@ -79,8 +82,6 @@ class Trainer(L.Trainer):
 
     Args:
         strategy: `auto`, `ddp`, `ddp_spawn`, `fsdp`, `pipeline`, or a strategy of onecurve or Lightning.
-        accelerator: as of `lightning.Trainer`.
-        devices: as of `lightning.Trainer`.
         seed: determines initial weights, the order of the samples, and random numbers; None for that of
             `lightning.seed_everything`, if it was called before, or 0.
         virtual_ranks: the run is that of so many ranks, whatever the hardware that executes them; batch normalization
@@ -169,7 +170,8 @@ class Trainer(L.Trainer):
             enable_autolog_hparams=False,
             **kwargs,
         )
-        use_own_loop_parts(self)
+        leave_signals_alone(self)
+        replace_parts(self, StepInParts, partial(LoggedValues, self), PreparingConnector, LogPoints)
         if accelerator == "cpu":
             tune_malloc()
 

@@ -14,24 +14,12 @@ from onecurve.checks.schedules import plateau_configs
 from onecurve.errors import UserError
 from onecurve.parallel.batch_norm import grouped_norms
 from onecurve.parallel.norm_groups import NormGroups
-from onecurve.patches.lightning_loops import CheckpointConnector, leave_signals_alone, replace_parts
+from onecurve.patches.lightning_loops import CheckpointConnector
 from onecurve.process.gather import gather_objects
 from onecurve.process.started_by import variables_replaced
 from onecurve.random.dropout import use_sample_dropout
-from onecurve.run.logged_values import LoggedValues, LogPoints
-from onecurve.run.step import StepInParts
 
 _BATCH_HOOKS = [name for name in vars(L.Callback) if name.startswith(("on_before", "on_after")) or "_batch_" in name]
-
-
-def use_own_loop_parts(trainer: L.Trainer) -> None:
-    """Give a trainer this library's step, logged values, log points and loading of checkpoints.
-
-    Step and logging are in `onecurve/run/step.py` and `onecurve/run/logged_values.py`. Before Lightning loads a
-    checkpoint, `_PreparingConnector` prepares the module.
-    """
-    leave_signals_alone(trainer)
-    replace_parts(trainer, StepInParts, partial(LoggedValues, trainer), _PreparingConnector, LogPoints)
 
 
 def _skip_empty_hooks(callbacks: Iterable[L.Callback]) -> None:
@@ -47,7 +35,7 @@ def _skip_empty_hooks(callbacks: Iterable[L.Callback]) -> None:
                     vars(callback).setdefault(hook, None)
 
 
-class _PreparingConnector(CheckpointConnector):
+class PreparingConnector(CheckpointConnector):
     """Prepares layers that a module makes in `setup` or `configure_model`, as `Trainer.prepare_module` the others.
 
     No hook of Lightning comes between these and the strategy, which wraps the module. It calls `resume_start` in each

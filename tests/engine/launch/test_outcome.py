@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from onecurve.config.folder import PROJECT
-from onecurve.errors import RankDiedError, UserError
+from onecurve.errors import RankFailedError, UserError
 from onecurve.launch import outcome
 from onecurve.process.rank import log_file
 from onecurve.process.signals import RESIZE, Stopped
@@ -54,7 +54,8 @@ def test_rank_that_dies_reports_nothing(exitcode: int, tmp_path: Path) -> None:
     if exitcode < 0:
         report(tmp_path, 1, LOST, seconds=10)
     error = first_failure(tmp_path, exitcode)
-    assert isinstance(error, RankDiedError)
+    assert isinstance(error, RankFailedError)
+    assert error.dead_rank == 0
     assert str(error).startswith("rank 0 died (exit code)")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from onecurve.errors import RankDiedError, RankFailedError, UserError
+from onecurve.errors import RankFailedError, UserError
 from onecurve.launch.outcome import recorded_command
 from onecurve.process.signals import Stopped
 from onecurve.records.events import append_end, append_event, read_events
@@ -100,7 +100,7 @@ def test_an_end_is_recorded_once(tmp_path: Path) -> None:
         (ValueError("no\nsuch layer"), "failed", "ValueError: no"),
         (ValueError(), "failed", "ValueError: "),
         (RankFailedError("rank 1 failed (ValueError: no)\n  File"), "failed", "rank 1 failed (ValueError: no)"),
-        (RankDiedError("rank 1 died (SIGKILL)"), "killed", "rank 1 died (SIGKILL)"),
+        (RankFailedError("rank 1 died (SIGKILL)", dead_rank=1), "killed", "rank 1 died (SIGKILL)"),
     ],
 )
 def test_reasons_are_one_line(error: BaseException, event: str, reason: str, tmp_path: Path) -> None:
