@@ -30,10 +30,6 @@ HARDWARE = """
     strategy.process_group_backend strategy.start_method strategy.timeout
     callbacks.best.* callbacks.checkpoint.* callbacks.progress_bar.* callbacks.timeline.* callbacks.throughput.*
     callbacks.gradients.* callbacks.evaluation.* callbacks.samples.* callbacks.pruning.trial
-""".split()
-
-# Hardware options that DataModules often have, also those that declare none.
-OWN_HARDWARE = """
     data.root data.data_dir data.num_workers data.pin_memory data.persistent_workers data.prefetch_factor
 """.split()
 
@@ -70,7 +66,7 @@ def is_experiment(config: DictConfig, name: str, value: Any) -> bool:
     parts = getattr(found, "__mro__", (found,))  # a class adds to what its base classes declare
     if any(key in getattr(part, "__dict__", {}).get("hardware_options", ()) for part in parts):
         return False
-    return not matches(name, HARDWARE + OWN_HARDWARE)
+    return not matches(name, HARDWARE)
 
 
 def experiment_options(config: DictConfig) -> dict[str, Any]:

@@ -41,6 +41,7 @@ NOT_VARIED = {  # by why they cannot matter here, or where else they are tested
     "tests/engine/launch, tests/engine/faults": "launch.timeout launch.max_restarts launch.elastic "
     "launch.min_devices launch.probe trainer.num_nodes trainer.max_time.*",
     "tests/template/data": "data.root data.source.urls data.source.file data.source.in_memory",
+    "DataModules of other projects": "data.data_dir data.pin_memory data.persistent_workers data.prefetch_factor",
     "GPUs, or a compiler": "trainer.accelerator trainer.benchmark module.compile optimizer.compile "
     "data.augment.compile optimizer.fused optimizer.foreach optimizer.capturable",
 }

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from onecurve.checkpoint.format import VERSION_KEY
 from onecurve.errors import UserError
-from onecurve.identity.option_kinds import HARDWARE, OWN_HARDWARE, experiment_options, flatten_config, matches
+from onecurve.identity.option_kinds import HARDWARE, experiment_options, flatten_config, matches
 from onecurve.records.events import ENDS, STARTS, last_of, read_events
 from onecurve.records.files import CONFIG, METRICS, read_json_lines
 
@@ -89,7 +89,7 @@ class RunFolder:
             return experiment_options(OmegaConf.create(options))
         except UserError:  # such as a class of a script
             flat = flatten_config(options)
-        return {name: value for name, value in flat.items() if not matches(name, HARDWARE + OWN_HARDWARE)}
+        return {name: value for name, value in flat.items() if not matches(name, HARDWARE)}
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
