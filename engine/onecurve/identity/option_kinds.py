@@ -30,6 +30,7 @@ HARDWARE = """
     strategy.process_group_backend strategy.start_method strategy.timeout
     callbacks.best.* callbacks.checkpoint.* callbacks.progress_bar.* callbacks.timeline.* callbacks.throughput.*
     callbacks.gradients.* callbacks.evaluation.* callbacks.samples.* callbacks.pruning.trial
+    callbacks.early_stopping.verbose
     data.root data.data_dir data.num_workers data.pin_memory data.persistent_workers data.prefetch_factor
 """.split()
 

@@ -37,7 +37,8 @@ NOT_VARIED = {  # by why they cannot matter here, or where else they are tested
     "records": "report tags optimized_metric logger.* doctor plan hardware.* trainer.profiler.* "
     "trainer.enable_progress_bar trainer.enable_model_summary trainer.enable_autolog_hparams "
     "trainer.enable_checkpointing callbacks.best.* callbacks.progress_bar.* callbacks.timeline.* "
-    "callbacks.throughput.* callbacks.gradients.* callbacks.evaluation.* callbacks.samples.* callbacks.pruning.trial",
+    "callbacks.throughput.* callbacks.gradients.* callbacks.evaluation.* callbacks.samples.* callbacks.pruning.trial "
+    "callbacks.early_stopping.verbose",
     "tests/engine/launch, tests/engine/faults": "launch.timeout launch.max_restarts launch.elastic "
     "launch.min_devices launch.probe trainer.num_nodes trainer.max_time.*",
     "tests/template/data": "data.root data.source.urls data.source.file data.source.in_memory",
