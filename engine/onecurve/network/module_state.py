@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import lightning as L
@@ -43,6 +43,21 @@ def with_own_hook(trainer: Any, hook: str) -> list[Any]:
     """Return the module and the callbacks that have a hook of the user's, not of Lightning nor of this library."""
     own = [one for one in trainer.callbacks if not type(one).__module__.startswith(("onecurve.", "lightning."))]
     return [one for one in (trainer.lightning_module, *own) if is_overridden(hook, one)]
+
+
+def plain_callbacks(trainer: L.Trainer) -> dict[str, L.Callback]:
+    """Return the user's callbacks that have no state of their own; of a class with several, none."""
+    callbacks: list[L.Callback] = cast(Any, trainer).callbacks
+    plain = [one for one in callbacks if type(one).state_dict is L.Callback.state_dict]
+    # Not one that inherits from a callback of Lightning, as a progress bar, which has numbers of its process.
+    own = [one for one in plain if _bases(one) == [L.Callback]]
+    classes = [type(one) for one in own]
+    return {f"callback {one.state_key}": one for one in own if classes.count(type(one)) == 1}
+
+
+def _bases(callback: L.Callback) -> list[type]:
+    """Return the classes of Lightning and of this library that a callback inherits from, its own among them."""
+    return [part for part in type(callback).__mro__ if part.__module__.startswith(("lightning.", "onecurve."))]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import numpy as np
 from lightning.pytorch.callbacks import LearningRateFinder
 from torch import Tensor
 
-from onecurve.network.module_state import attributes
+from onecurve.network.module_state import attributes, plain_callbacks
 from onecurve.network.object_state import is_dense, is_same
 from onecurve.process.gather import names_that_differ
 
@@ -51,7 +51,7 @@ class Attributes(L.Callback):
         """Restore the attributes of a checkpoint, once. Every rank must call it."""
         if not self._saved:
             return
-        parts = {**dict(module.named_modules()), **_callbacks(trainer)}
+        parts = {**dict(module.named_modules()), **plain_callbacks(trainer)}
         numbers = {key: one for key, one in _attributes(trainer, module).items() if not isinstance(one, Tensor)}
         of_ranks = names_that_differ(numbers)  # such as the seed of a rank, which a hook has set
         for name, value in self._saved.items():
@@ -81,20 +81,9 @@ def _attributes(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]
     A tensor with a gradient belongs to a step.
     """
     found = attributes(module)
-    for path, callback in _callbacks(trainer).items():
+    for path, callback in plain_callbacks(trainer).items():
         found |= {f"{path}.{key}": value for key, value in vars(callback).items()}
     found = {name: value.item() if isinstance(value, np.generic) else value for name, value in found.items()}
     numbers = {name: value for name, value in found.items() if type(value) in (bool, int, float)}
     tensors = {name: value for name, value in found.items() if type(value) is Tensor and not value.requires_grad}
     return numbers | {name: tensor for name, tensor in tensors.items() if is_dense(tensor)}
-
-
-def _callbacks(trainer: L.Trainer) -> dict[str, L.Callback]:
-    """Return the user's callbacks that have no state of their own; of a class with several, none."""
-    callbacks: list[L.Callback] = cast(Any, trainer).callbacks
-    plain = [one for one in callbacks if type(one).state_dict is L.Callback.state_dict]
-    # Not one that inherits from a callback of Lightning, as a progress bar, which has numbers of its process.
-    libraries = ("lightning.", "onecurve.")
-    own = [one for one in plain if [p for p in type(one).__mro__ if p.__module__.startswith(libraries)] == [L.Callback]]
-    classes = [type(one) for one in own]
-    return {f"callback {one.state_key}": one for one in own if classes.count(type(one)) == 1}

@@ -1,6 +1,7 @@
 """What training changes and no checkpoint holds is named when one is saved."""
 
 import logging
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +102,66 @@ class AddsUp(Vectors):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("module", "named"), [(Wrapped, "inner of optimizer 0"), (AddsUp, "gradients")])
-def test_named_beside_the_module(module: type, named: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+class Collects(Vectors):
+    """Empties a list after each epoch and begins another one with each, and keeps a third for the whole run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs, self.begun, self.norms = list[Tensor](), list[Tensor](), list[float]()
+
+    def on_train_epoch_start(self) -> None:
+        self.begun = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(outputs["loss"])
+        self.begun.append(outputs["loss"])
+        self.norms.append(outputs["loss"].item())
+
+    def on_train_epoch_end(self) -> None:
+        self.outputs.clear()
+
+
+class Averages(L.Callback):
+    """Averages the weights, in a dictionary and in a copy of the network."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.shadow = {name: weight.detach() for name, weight in pl_module.named_parameters()}
+        self.copy, self.module = deepcopy(pl_module), pl_module
+        self.losses = list[Tensor]()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        for name, weight in pl_module.named_parameters():
+            self.shadow[name] = self.shadow[name].lerp(weight.detach(), 0.1)
+        for ours, theirs in zip(self.copy.parameters(), pl_module.parameters(), strict=True):
+            ours.data.lerp_(theirs.data, 0.1)
+        self.losses.append(pl_module.trainer.callback_metrics["train_loss"])
+
+
+class SavesAverages(Averages):
+    def state_dict(self) -> dict[str, Any]:
+        return self.shadow
+
+
+CASES = [
+    (Wrapped, "auto", SaveOnce(step=1), ["inner of optimizer 0"]),
+    (Wrapped, "fsdp", SaveOnce(step=1), ["inner of optimizer 0"]),
+    (AddsUp, "auto", SaveOnce(step=1), ["gradients, such as those that the module has added up since its last"]),
+    (Collects, "auto", SavesAverages(), ["norms"]),
+    (Vectors, "auto", Averages(), ["callback Averages.copy, callback Averages.shadow"]),
+]
+
+
+@pytest.mark.parametrize(("module", "strategy", "callback", "named"), CASES)
+def test_named_in_three_epochs(
+    module: type, strategy: str, callback: L.Callback, named: list[str], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = [f"+module._target_={module.__module__}.{module.__name__}", f"strategy={strategy}"]
     with caplog.at_level(logging.WARNING, "onecurve"):
-        cfg = compose(folder, *OWN, "trainer.max_epochs=3", f"+module._target_={__name__}.{module.__name__}")
-        fit(cfg, SaveOnce(step=1))
+        fit(compose(folder, *OWN, *options, "trainer.max_epochs=3"), callback)
     messages = [record.getMessage() for record in caplog.records if "no checkpoint holds" in record.getMessage()]
-    assert len(messages) == 1
-    assert messages[0].startswith(f"no checkpoint holds {named}")
+    assert [one.partition(", which")[0].partition(" optimizer step")[0] for one in messages] == [
+        f"no checkpoint holds {name}" for name in named
+    ]
 
 
 @pytest.mark.parametrize(("module", "is_named"), [(Changing, True), (Saving, False)])
