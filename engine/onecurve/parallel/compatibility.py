@@ -125,13 +125,15 @@ def _check_parts(module: L.LightningModule, bit_exact: bool) -> None:
     Without `bit_exact`, no hook may take the gradient of a process or a micro-batch for that of the step.
     """
     for name, part in module.named_modules():
-        if getattr(part, "sparse", None) is True:
+        if not isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if part.sparse:
             # With gloo, DDP of torch 2.13 divides the dense gradients twice if there is a sparse one.
             raise UserError(
                 f"{name} has sparse=True, and ranks, micro-batches and virtual ranks add dense gradients: set "
                 "sparse=False, or train undivided on one device"
             )
-        if getattr(part, "max_norm", None) is not None:
+        if part.max_norm is not None:
             raise UserError(
                 f"{name} has max_norm, so its forward pass writes into the weights of the samples that a process, "
                 "micro-batch or virtual rank has: normalize its outputs, or train on one device"

@@ -393,7 +393,9 @@ def test_metrics_of_virtual_ranks_begin_anew_after_an_error(folder: Path) -> Non
 
 @pytest.mark.parametrize("options", [{"devices": 2}, {"bit_exact": True}, {"accumulate_grad_batches": 2}])
 def test_sparse_gradients_are_refused_where_gradients_are_added(options: dict[str, Any], folder: Path) -> None:
-    module = Boring()
+    module: Any = Boring()
+    module.max_norm, module.sparse = 1.0, True  # options of the module itself, such as the norm by which it clips
+    trainer(folder, **options).prepare_module(module)
     module.words = torch.nn.Embedding(4, 2, sparse=True)
     trainer(folder).prepare_module(module)
     with pytest.raises(
