@@ -35,6 +35,7 @@ class ExactResumption(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
+            self._data: Any = trainer.datamodule  # a test may have other data, and the script saves after it
             self._steps = self._epoch_steps = 0  # trained in the run, and in the current epoch
             self._requires_grad: dict[str, bool] = {}  # by name; first that of a checkpoint, then as training begins
             self._early_stop: str | None = None  # why a callback has ended the run
@@ -101,7 +102,7 @@ class ExactResumption(L.Callback):
 
     def _position(self, trainer: L.Trainer) -> dict[str, Any]:
         """Return the epoch in which the next step is, the steps that it has had, and those of the run."""
-        data, loop, steps = cast(Any, trainer.datamodule), trainer.fit_loop, self._steps
+        data, loop, steps = self._data, trainer.fit_loop, self._steps
         epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
         epoch, epoch_steps = epochs.processed, self._epoch_steps
         if epochs.started > epochs.processed:  # another callback may save before this one has counted

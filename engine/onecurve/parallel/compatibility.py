@@ -10,7 +10,7 @@ from torch import nn
 
 from onecurve.errors import UserError, check_choice
 from onecurve.parallel.ddp import auto
-from onecurve.parallel.sharded_state import ShardedStateStrategy
+from onecurve.parallel.sharded_state import ShardedStateStrategy, divided_by
 from onecurve.patches.torch import gradient_hooks
 from onecurve.process.started_by import started_by
 from onecurve.targets import locate
@@ -42,6 +42,11 @@ def resolve_strategy(strategy: Any, devices: int | list[int], num_nodes: int) ->
 
 def check_can_train(strategy: Any, module: L.LightningModule) -> None:
     """Check that the strategy can train the module: with manual optimization each rank needs a full replica."""
+    if any(divided_by[part]() is not strategy for part in module.modules() if part in divided_by):
+        raise UserError(
+            f"{type(module).__name__} has layers that another trainer has divided among the ranks: go on with that "
+            "trainer, or load a checkpoint of it into a new module"
+        )
     name = type(strategy).__name__.removesuffix("Strategy").lower()
     if not module.automatic_optimization and not isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
         raise UserError(

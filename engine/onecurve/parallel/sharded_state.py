@@ -5,6 +5,7 @@ from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakKeyDictionary, ref
 
 import lightning as L
 from lightning.pytorch.strategies.strategy import Strategy
@@ -21,6 +22,8 @@ from onecurve.observe.step_times import timed_communication
 from onecurve.patches.fsdp import let_data_write_shards, let_numbers_be_of_all_shards
 from onecurve.patches.lightning_strategies import ModelParallelStrategy
 from onecurve.process.gather import all_gather
+
+divided_by = WeakKeyDictionary[nn.Module, Any]()  # the layers of which a rank has a part, with the strategy of each
 
 
 def prepare_to_shard(part: nn.Module) -> None:
@@ -99,6 +102,7 @@ class ShardedStateStrategy(ModelParallelStrategy):
             full = module.state_dict()
             self._full = with_versions(dict.fromkeys(full), full)
             self.parallelize(module)
+            divided_by.update(dict.fromkeys(module.modules(), ref(self)))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.sharded_checkpoints:

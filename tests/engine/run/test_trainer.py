@@ -1028,6 +1028,46 @@ def test_evaluations_keep_their_data_apart(folder: Path) -> None:
     assert len(one.predict(Boring(), None, BoringDataModule())) > 0
 
 
+def test_what_is_saved_after_a_test_goes_on(folder: Path) -> None:
+    """The test has data of its own, and the position is that in the data of the fit."""
+    one = trainer(folder)
+    one.fit(Boring(), loader())
+    one.test(None, loader(16), verbose=False)
+    one.save_checkpoint(folder / "saved.ckpt")
+    other = trainer(folder / "longer", max_epochs=2)
+    other.fit(Boring(), loader(), ckpt_path=folder / "saved.ckpt")
+    assert other.global_step == 16
+
+
+class ReadsLoaders(Boring):
+    """Tells the function that collates the epoch, and reads the names of the validations."""
+
+    def on_train_epoch_start(self) -> None:
+        self.trainer.train_dataloader.collate_fn.epoch = self.current_epoch
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        names = list(self.trainer.val_dataloaders)  # type: ignore[arg-type]
+        self.log(f"val_{names[dataloader_idx]}", batch.sum(), add_dataloader_idx=False)
+
+
+class CollatesByEpoch:
+    epoch = -1
+
+    def __call__(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        assert self.epoch >= 0
+        return torch.stack(samples)
+
+
+def test_a_module_reads_the_loaders_of_the_trainer(folder: Path) -> None:
+    one, collate = trainer(folder, max_epochs=2, num_sanity_val_steps=0), CollatesByEpoch()
+    training = DataLoader(RandomDataset(32, 64), batch_size=8, collate_fn=collate)
+    one.fit(ReadsLoaders(), training, {"near": loader(16), "far": loader(16)})
+    assert {"val_near", "val_far"} < one.final_metrics.keys()
+    assert collate.epoch == 1
+    one.validate(None, [loader(16)], verbose=False)
+    assert len(one.val_dataloaders) == 1  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("lr", "changed"), [({"lr": 1}, {"lr": 5}), (np.float64(0.1), np.float64(0.5))])
 def test_hyper_parameters_are_compared(lr: Any, changed: Any, folder: Path) -> None:
     class Hyper(Boring):
@@ -1594,6 +1634,22 @@ def evaluate_and_fit_twice(folder: Path) -> int:
 def test_a_network_that_is_split_may_be_fitted_again(pool: Pool, folder: Path) -> None:
     """Its ranks have different weights then."""
     assert pool.run(2, evaluate_and_fit_twice, folder) == [16, 16]
+
+
+def evaluate_with_another_trainer(strategy: str, later: str, folder: Path) -> None:
+    logger = logging.getLogger("onecurve")
+    try:
+        module = Split()
+        trainer(folder, strategy=strategy, devices=2).fit(module, loader())
+        trainer(folder / "later", strategy=later, devices=2).validate(module, loader(16))
+    finally:
+        logger.handlers, logger.propagate, logger.level = [], True, logging.NOTSET
+
+
+@pytest.mark.parametrize(("strategy", "later"), [("fsdp", "fsdp"), ("pipeline", "pipeline"), ("fsdp", "ddp")])
+def test_a_network_that_another_trainer_has_divided(strategy: str, later: str, pool: Pool, folder: Path) -> None:
+    with pytest.raises(RankFailed, match=r"UserError: Split has layers that another trainer has divided among"):
+        pool.run(2, evaluate_with_another_trainer, strategy, later, folder)
 
 
 class Fails(Split):
