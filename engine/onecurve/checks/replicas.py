@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from onecurve.checkpoint.optimizer_state import group_name
 from onecurve.errors import UserError
@@ -127,6 +128,8 @@ def summary(value: Any) -> Any:
     """Return what tells a number, an array or a tensor from others, without its memory; of a shard, the shape alone."""
     if isinstance(value, np.ndarray):
         return hashlib.blake2b(value.tobytes()).hexdigest()
+    if is_lazy(value):
+        return None
     if isinstance(value, Tensor):
         is_whole = is_dense(value) and not isinstance(value, DTensor)
         return (*value.shape, int(_sum_of_bits(value)) if is_whole else None)

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
+from torch.nn.parameter import is_lazy
 
 from onecurve.checkpoint.format import VERSION, VERSION_KEY
 from onecurve.errors import UserError, as_typed
@@ -75,7 +76,8 @@ class RunRecorder(L.Callback):
         if stage == "fit":
             self._begin()
         if not self._num_parameters:  # a later setup may find the network sharded or split
-            self._num_parameters = sum(weight.numel() for weight in pl_module.parameters())
+            # Lazy layers get their weights in the module's own `setup`.
+            self._num_parameters = sum(weight.numel() for weight in pl_module.parameters() if not is_lazy(weight))
         data: Any = trainer.datamodule
         if stage == "fit" and self.config.test and not is_overridden("test_dataloader", data.plain):
             raise UserError(  # now, because training may take hours

@@ -66,6 +66,21 @@ class InConfigureModel(Early):
             self._make()
 
 
+class Lazy(Early):
+    """Has a layer whose weight gets its shape in `setup`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first: Any = self.net[0]
+        self.weight_of_first = first.weight.tolist()
+        self.net[0] = nn.LazyLinear(32, bias=False)
+
+    def setup(self, stage: str) -> None:
+        first: Any = self.net[0]
+        first(torch.zeros(1, 16, dtype=first.weight.dtype))
+        first.weight.data = torch.tensor(self.weight_of_first, dtype=first.weight.dtype)
+
+
 def of_class(module: type) -> list[str]:
     return [*OWN, f"+module._target_={__name__}.{module.__name__}"]
 
@@ -80,6 +95,7 @@ HARDWARE = {"one": [], "ddp": TWO, "fsdp": ["strategy=fsdp", TWO[1]], "micro": [
 ROWS = [
     *[(InSetup, name) for name in HARDWARE],
     *[(InConfigureModel, name) for name in ("one", "fsdp")],
+    (Lazy, "ddp"),
     *[pytest.param(InConfigureModel, name, marks=pytest.mark.slow) for name in ("ddp", "micro")],
 ]
 
