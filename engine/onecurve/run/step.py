@@ -216,5 +216,6 @@ def without_collectives(strategy: Any) -> Any:
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise UserError(
         "bit_exact=true computes the virtual ranks one by one, and a step of the module communicates between ranks "
-        "(all_gather, reduce): log with sync_dist=True instead, or set bit_exact=false"
+        "(all_gather, reduce): log with sync_dist=True instead. For a loss over the samples of all ranks set "
+        "bit_exact=false, and gather whatever trainer.world_size is, which is 1 there on any hardware"
     )
