@@ -195,9 +195,11 @@ class BufferCheck(L.Callback):
         self._is_due = trainer.datamodule.layout.micro_batches > 1
         self._before: dict[str, Tensor] = {}
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def begin_step(self, trainer: L.Trainer) -> None:
+        """Copy the buffers, after the hooks at the start of the step, which may change some once."""
         if self._is_due:
-            self._before = {name: buffer.clone() for name, buffer in _divided_buffers(trainer, pl_module).items()}
+            buffers = _divided_buffers(trainer, trainer.lightning_module)
+            self._before = {name: buffer.clone() for name, buffer in buffers.items()}
 
     def on_before_zero_grad(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         """Compare after all passes, and before the module's own hook."""

@@ -47,6 +47,8 @@ class StepInParts(Optimization):
 
     def make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
         data = self.trainer.datamodule
+        if not data.bit_exact:
+            self.trainer.buffer_check.begin_step(self.trainer)
         results = results_of(self.trainer.fit_loop.epoch_loop)
         takes_weights = getattr(self.trainer.lightning_module, "takes_batch", False)
         # Equal for all parts of a rank in a step. `OrderedData` gives it to the samples of a module that takes weights.

@@ -150,9 +150,10 @@ class Trainer(L.Trainer):
             plugins.append(DoublePrecision())
         given = self._with_last_checkpoint(arguments.named(callbacks), kwargs.pop("enable_checkpointing", None))
         arguments.check_callbacks_are_possible(given)
-        # Callbacks that begin each part of a step: run/step.py.
+        # Callbacks that begin a step or each part of it: run/step.py.
         self.random_numbers = RandomNumbers(self.seed)
         self.virtual_metrics = VirtualMetrics() if bit_exact else None
+        self.buffer_check = BufferCheck()
         loggers = arguments.as_list(None if isinstance(logger, bool) else logger)
         self._recorder = RunRecorder(config, loggers)
         super().__init__(
@@ -201,7 +202,7 @@ class Trainer(L.Trainer):
             self._recorder,
             ExactResumption(),
             Attributes(),
-            *([BitExactness(), self.virtual_metrics] if self.virtual_metrics else [BufferCheck(), DivisionCheck()]),
+            *([BitExactness(), self.virtual_metrics] if self.virtual_metrics else [self.buffer_check, DivisionCheck()]),
             ReplicaCheck(),
             GatheredWeightCheck(),
             MetricSync(),

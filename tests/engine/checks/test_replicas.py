@@ -224,6 +224,18 @@ def test_a_buffer_that_moves_with_each_micro_batch(folder: Path) -> None:
         fit(compose(folder, *words))
 
 
+class Anneals(L.Callback):
+    """Moves a buffer once in each step, before its passes."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        pl_module.center.mul_(0.9).add_(1)
+
+
+def test_a_buffer_that_a_hook_moves_before_the_passes(folder: Path) -> None:
+    words = [*OWN, *FOUND["code"], "trainer.devices=1", "trainer.accumulate_grad_batches=2", "trainer.max_steps=2"]
+    fit(compose(folder, *words, "module.moved=none"), Anneals())
+
+
 def test_found_under_fsdp(pool: Pool, folder: Path) -> None:
     words = [*OWN, *FOUND["center"], "trainer.log_every_n_steps=3", "strategy=fsdp", "module._target_=" + CENTERED]
     with pytest.raises(RankFailed, match=f"UserError: {MESSAGES['center']}"):
