@@ -224,16 +224,22 @@ def test_a_buffer_that_moves_with_each_micro_batch(folder: Path) -> None:
         fit(compose(folder, *words))
 
 
-class Anneals(L.Callback):
+class Annealed(Vectors):
     """Moves a buffer once in each step, before its passes."""
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
-        pl_module.center.mul_(0.9).add_(1)
+    heat: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("heat", torch.ones(1))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.heat.mul_(0.9)
 
 
 def test_a_buffer_that_a_hook_moves_before_the_passes(folder: Path) -> None:
-    words = [*OWN, *FOUND["code"], "trainer.devices=1", "trainer.accumulate_grad_batches=2", "trainer.max_steps=2"]
-    fit(compose(folder, *words, "module.moved=none"), Anneals())
+    words = [*OWN, f"+module._target_={__name__}.Annealed", "trainer.devices=1", "trainer.accumulate_grad_batches=2"]
+    fit(compose(folder, *words, "trainer.max_steps=2"))
 
 
 def test_found_under_fsdp(pool: Pool, folder: Path) -> None:

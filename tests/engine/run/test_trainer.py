@@ -1030,8 +1030,9 @@ def test_evaluations_keep_their_data_apart(folder: Path) -> None:
 
 def test_what_is_saved_after_a_test_goes_on(folder: Path) -> None:
     """The test has data of its own, and the position is that in the data of the fit."""
-    one = trainer(folder)
-    one.fit(Boring(), loader())
+    one, module = trainer(folder), Boring()
+    vars(module)["train_dataloader"] = partial(L.LightningModule.train_dataloader, module)  # it has none
+    one.fit(module, loader())
     one.test(None, loader(16), verbose=False)
     one.save_checkpoint(folder / "saved.ckpt")
     other = trainer(folder / "longer", max_epochs=2)
