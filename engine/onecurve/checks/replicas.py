@@ -191,6 +191,8 @@ class BufferCheck(L.Callback):
     `onecurve/parallel/batch_norm.py` takes care of batch normalization.
     """
 
+    _is_due = False  # a search for the learning rate takes steps before training starts
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._is_due = trainer.datamodule.layout.micro_batches > 1
         self._before: dict[str, Tensor] = {}
