@@ -331,7 +331,7 @@ class EvaluationLoaders:
             self._ordered.append((loader, own, None if is_stream else order_of(loader, own, EVALUATION)))
         has_samples = any(order is None or len(order) for *_, order in self._ordered)
         self.evaluated = self._ordered if has_samples else []
-        self._option, self._method, self._structure = f"trainer.limit_{name}_batches", loaders.method, loaders.structure
+        self._option, self._method = f"trainer.limit_{name}_batches", loaders.method
         parallel = division.parallel
         self.parallel, self.ranks = parallel, [parallel.dp_rank]
         if name == "predict":  # all ranks gather as many predictions

@@ -149,7 +149,7 @@ class OrderedData(L.LightningDataModule):
         return self._training.states_after(steps) if self._training else []
 
     def val_dataloader(self) -> Any:
-        """Return this rank's loader of validation samples, a collection of several, or an empty list."""
+        """Return this rank's loader of validation samples, a list of several, or an empty list."""
         self._reload("val")
         return self._evaluation["val"].of_rank(self._device)
 
