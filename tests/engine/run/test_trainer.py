@@ -1066,7 +1066,7 @@ def test_a_module_reads_the_loaders_of_the_trainer(folder: Path) -> None:
     assert {"val_near", "val_far"} < one.final_metrics.keys()
     assert collate.epoch == 1
     one.validate(None, [loader(16)], verbose=False)
-    assert len(one.val_dataloaders) == 1  # type: ignore[arg-type]
+    assert len(one.val_dataloaders) == 1
 
 
 @pytest.mark.parametrize(("lr", "changed"), [({"lr": 1}, {"lr": 5}), (np.float64(0.1), np.float64(0.5))])
