@@ -52,12 +52,14 @@ def _own_random_numbers() -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Remove what a run leaves in this process: its process group, its variables and its memory."""
+    """Remove what a run leaves in this process: its process group, its variables, its memory and options of torch."""
     yield
     if "folder" in request.fixturenames:
         release_memory()
     if dist.is_initialized():
         dist.destroy_process_group()
+    if torch.are_deterministic_algorithms_enabled():  # Lightning enables them with deterministic=True
+        torch.use_deterministic_algorithms(False)
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "PL_GLOBAL_SEED"):
         os.environ.pop(name, None)
 
