@@ -130,14 +130,14 @@ class SeededSamples(Dataset[Any]):
     If a global batch `is_divided` among ranks or micro-batches, `collate` must not draw random numbers, nor change the
     number of samples, which the `axis` of a batch tells, if it is known.
 
-    `draws_from_python` tells whether the dataset is known to draw from Python's generator.
+    `draws_from_python` tells whether the dataset draws from Python's generator, once a batch has been fetched.
     """
 
     dataset: Any
     collate: Callable[[list[Any]], Any]
     is_divided: bool = False
     axis: SampleAxis | None = None
-    draws_from_python: bool = False
+    draws_from_python: bool | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -163,21 +163,24 @@ class SeededSamples(Dataset[Any]):
     def _fetch_seeded(self, samples: Tensor) -> list[Any]:
         """Fetch samples, each with generators of its key.
 
-        To seed Python's takes longer than to fetch a sample from memory. So that is left out until a first or a last
-        sample shows that the dataset draws from it; then the batch is fetched again.
+        To seed Python's takes longer than to fetch a sample from memory. So that is left out if no sample of the first
+        batch draws from it. If one of a later batch does, the batch is fetched again.
         """
+        is_first, has_drawn = self.draws_from_python is None, False
         random.seed(0)
         worker = get_worker_info()
         items: list[Any] = []
         for index, key in samples.T.tolist():
-            seed_generators(key, with_python=self.draws_from_python)
+            seed_generators(key, with_python=is_first or bool(self.draws_from_python))
             if worker:  # which a dataset may ask for its seed
                 object.__setattr__(worker, "seed", torch.initial_seed())
             items.append(self._fetch(index))
-            is_checked = not self.draws_from_python and len(items) in (1, samples.shape[1])
-            if is_checked and random.getstate() != _UNDRAWN:
-                self.draws_from_python = True
-                return self._fetch_seeded(samples)
+            has_drawn = has_drawn or (is_first and random.getstate() != random.Random(key).getstate())
+        if is_first:
+            self.draws_from_python = has_drawn
+        elif not self.draws_from_python and random.getstate() != _UNDRAWN:
+            self.draws_from_python = True
+            return self._fetch_seeded(samples)
         return items
 
     def _fetch(self, index: int) -> Any:

@@ -126,6 +126,18 @@ def test_a_dataset_that_seldom_draws_from_pythons_generator() -> None:
         assert items == [random.Random(key).random() if key % 5 == 2 else None for key in keys.tolist()]
 
 
+def test_a_dataset_that_keeps_what_it_has_drawn() -> None:
+    class Kept(Squares):
+        def __init__(self) -> None:
+            self.drawn: dict[int, float] = {}
+
+        def __getitem__(self, position: int) -> Any:
+            return self.drawn.setdefault(position, random.random())
+
+    _, items = SeededSamples(Kept(), list).__getitems__(torch.tensor([[3, 4], [KEY, 8]]))
+    assert items == [random.Random(key).random() for key in (KEY, 8)]
+
+
 @pytest.mark.parametrize("is_worker", [True, False])
 def test_only_a_process_without_workers_keeps_its_generators(is_worker: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_loader, "get_worker_info", lambda: SimpleNamespace() if is_worker else None)
