@@ -86,14 +86,16 @@ def end_of(error: BaseException) -> tuple[str, str]:
 
 @contextmanager
 def recorded_end(run_dir: str | Path) -> Iterator[None]:
-    """Record that an earlier process of the run was killed, if so, and how this one ends."""
+    """Record that an earlier process of the run was killed, if so, and how this one fails or stops.
+
+    Rank zero records that it has finished: it knows the step, which metrics.csv may not have.
+    """
     append_kill(run_dir)
     try:
         yield
     except BaseException as error:
         append_end(run_dir, *end_of(error))
         raise
-    append_end(run_dir, "finished", None)
 
 
 def logged_steps(run_dir: str | Path) -> int | None:

@@ -1,4 +1,4 @@
-"""One run on one rank: call the function of train.py, and build the objects for which it asks."""
+"""One run on one rank: call the function of train.py, record its end, and build the objects for which it asks."""
 
 import logging
 from collections.abc import Callable
@@ -15,6 +15,8 @@ from onecurve.checkpoint.io import load_initial_weights
 from onecurve.data.ordered_data import OrderedData
 from onecurve.errors import UserError, as_typed
 from onecurve.observe.wandb import wandb_ends
+from onecurve.patches.lightning_loops import steps_of_loggers
+from onecurve.records.events import append_event
 from onecurve.run.arguments import REFUSED
 from onecurve.run.predictions import PredictionWriter
 from onecurve.run.saving import monitoring
@@ -45,6 +47,8 @@ def run_experiment(cfg: DictConfig, keep_trainer: Callable[[Trainer], None] | No
         raise
     metrics = {name: float(value) for name, value in trainer.final_metrics.items()}
     if trainer.is_global_zero:
+        # `ddp_spawn` restores this count in the main process, but not `global_step`.
+        append_event(cfg.run_dir, "finished", steps_of_loggers(trainer) if cfg.fit else None)
         _log_end(metrics, cfg.run_dir)
     if keep_trainer:
         keep_trainer(trainer)

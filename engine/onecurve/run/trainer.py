@@ -37,14 +37,14 @@ from onecurve.network.precision import is_double
 from onecurve.observe.csv import CSVLogger
 from onecurve.parallel.compatibility import check_callbacks, check_can_train, check_division, resolve_strategy
 from onecurve.parallel.norm_groups import NormGroups
-from onecurve.patches.lightning_loops import leave_signals_alone, replace_parts
+from onecurve.patches.lightning_loops import leave_signals_alone, replace_parts, steps_of_loggers
 from onecurve.process.rank import log_script, resolve_devices, shorten_user_errors, tune_malloc
 from onecurve.process.signals import ended_here
 from onecurve.random.dropout import use_sample_dropout
 from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import AFTER_STAGE, seed_generators
 from onecurve.random.step_seeds import RandomNumbers
-from onecurve.records.events import recorded_end
+from onecurve.records.events import append_event, recorded_end
 from onecurve.run import arguments
 from onecurve.run.attributes import Attributes
 from onecurve.run.bit_exact import BitExactness
@@ -244,10 +244,11 @@ class Trainer(L.Trainer):
             check_overwrites_nothing(self, path)
         data = self._prepare("fit", model, loaders, datamodule, path)
         self._fitted = data.plain
-        # The launcher of train.py records the end itself.
-        recording = recorded_end(self._folder) if self._is_script and self.is_global_zero else nullcontext()
-        with recording, self._stage(path):
+        is_recorded = self._is_script and self.is_global_zero  # the launcher of train.py records the end itself
+        with recorded_end(self._folder) if is_recorded else nullcontext(), self._stage(path):
             super().fit(model, datamodule=data, ckpt_path=path, weights_only=weights_only)
+        if is_recorded:
+            append_event(self._folder, "finished", steps_of_loggers(self))
 
     @_typed_as(L.Trainer.validate)
     def validate(self, *args: Any, **options: Any) -> Any:

@@ -152,11 +152,11 @@ def test_the_end_of_a_run_by_an_error(error: BaseException, end: tuple[str, str]
     assert end_of(error) == end
 
 
-def test_a_fit_of_a_script_records_its_end(tmp_path: Path) -> None:
+def test_a_kill_and_a_stop_are_recorded(tmp_path: Path) -> None:
     write(tmp_path, "start")
     with recorded_end(tmp_path):
         append_event(tmp_path, "start")
     with suppress(KeyboardInterrupt), recorded_end(tmp_path):
         append_event(tmp_path, "start")
         raise KeyboardInterrupt
-    assert names(tmp_path) == ["start", "killed", "start", "finished", "start", "stopped"]
+    assert names(tmp_path) == ["start", "killed", "start", "killed", "start", "stopped"]

@@ -638,6 +638,11 @@ def test_the_events_of_a_script(folder: Path) -> None:
     assert found == [("start", 0), ("finished", 8), ("resume", 8), ("killed", 16), ("resume", 8), ("finished", 16)]
 
 
+def test_the_end_has_a_step_that_was_not_logged(folder: Path) -> None:
+    trainer(folder).fit(BoringModel(), loader())
+    assert [(event["event"], event["step"]) for event in read_events(folder)] == [("start", 0), ("finished", 8)]
+
+
 def test_a_script_goes_on_from_the_checkpoint_before_a_corrupt_one(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
