@@ -3,12 +3,14 @@
 import os
 import signal
 from collections.abc import Callable
+from copy import deepcopy
 from functools import cached_property
 from pickle import PicklingError
 from typing import Any
 
 import lightning as L
 import torch.multiprocessing as mp
+from torch import Tensor
 
 from onecurve.errors import UserError
 from onecurve.observe.wandb import wandb_ends
@@ -61,6 +63,12 @@ def _run_spawned(trainer: L.Trainer, function: Callable[..., Any], *args: Any, *
     signals.prepare_started_process()
     connect_debugger(rank)
     log_to_folder(trainer.default_root_dir, rank=rank)  # Lightning logs before it sets the strategy up
+    # The ranks share the memory of what they were given. Lightning copies weights and buffers only, so that the ranks
+    # would add to each other's metrics (fabric/strategies/launchers/multiprocessing.py, line 223).
+    copied: dict[int, Any] = {}
+    for part in trainer.lightning_module.modules():
+        own = {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
+        vars(part).update(deepcopy(own, copied))
     with process_group_closed(), wandb_ends():
         try:
             return function(*args, **kwargs)

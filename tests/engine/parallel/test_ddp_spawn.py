@@ -1,6 +1,7 @@
-"""Compilation in the processes that Lightning spawns, and their shutdown."""
+"""Compilation in the processes that Lightning spawns, their metrics, and their shutdown."""
 
 import pickle
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from torchmetrics import SumMetric
 
 from onecurve.parallel.ddp_spawn import DDPSpawn
 from onecurve.process import signals
@@ -26,12 +28,21 @@ class Logger:
         self.messages.append(status)
 
 
+def launch_here(function: Callable[[], None], monkeypatch: pytest.MonkeyPatch, **of_trainer: Any) -> None:
+    """Call a function as in a spawned process."""
+    monkeypatch.setattr(signals, "prepare_started_process", lambda: None)
+    monkeypatch.setattr("onecurve.parallel.ddp_spawn.log_to_folder", lambda run_dir, rank: None)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(_MultiProcessingLauncher, "launch", lambda self, function, *args, trainer: function(*args))
+    DDPSpawn().launcher.launch(function, trainer=SimpleNamespace(default_root_dir="", **of_trainer))
+
+
 @pytest.mark.parametrize(
     ("error", "raised"),
     [(RuntimeError("out of memory"), RuntimeError), (Stopped(15), Stopped), (KeyboardInterrupt(), Stopped)],
 )
 def test_loggers_of_a_failed_run_are_marked_failed(
-    error: BaseException, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    error: BaseException, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lightning itself finalizes only the loggers of the parent process, which have no run.
 
@@ -41,14 +52,19 @@ def test_loggers_of_a_failed_run_are_marked_failed(
     def fail(*_: Any) -> None:
         raise error
 
-    strategy, logger = DDPSpawn(), Logger()
-    monkeypatch.setattr(signals, "prepare_started_process", lambda: None)
-    monkeypatch.setattr("onecurve.parallel.ddp_spawn.log_to_folder", lambda run_dir, rank: None)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setattr(_MultiProcessingLauncher, "launch", lambda self, function, *args, trainer: function(*args))
+    logger = Logger()
     with pytest.raises(raised):
-        strategy.launcher.launch(fail, trainer=SimpleNamespace(loggers=[logger], default_root_dir=tmp_path))
+        launch_here(fail, monkeypatch, loggers=[logger], lightning_module=torch.nn.Module())
     assert logger.messages == ["failed"]
+
+
+def test_ranks_do_not_add_to_the_metrics_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    metric, alike = SumMetric(), SumMetric()
+    alike.sum_value = metric.sum_value  # as in a compute group of a MetricCollection
+    shared = metric.sum_value  # by the processes that have got it
+    launch_here(lambda: metric.update(1.0), monkeypatch, lightning_module=torch.nn.ModuleList([metric, alike]))
+    assert (shared, metric.sum_value) == (0, 1)
+    assert alike.sum_value is metric.sum_value
 
 
 def test_compiles_in_the_spawned_process(small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
