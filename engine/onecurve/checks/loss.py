@@ -20,7 +20,7 @@ from torchmetrics import MeanMetric
 
 from onecurve.data.batch import StepParts
 from onecurve.errors import UserError
-from onecurve.network.module_state import set_mode, without_log
+from onecurve.network.module_state import call_step, set_mode, without_log
 from onecurve.network.object_state import are_equal
 from onecurve.network.snapshot import unchanged
 from onecurve.observe.steps import is_checked_step
@@ -230,7 +230,7 @@ def _pass(trainer: Any, step: str, batch: StepParts, samples: int) -> _Pass:
     several = step == "validation_step" and len(trainer.num_val_batches) > 1
     # The type of new tensors is that of the step. Autocast would round, and halves would differ from the whole.
     with nullcontext() if isinstance(plugin, MixedPrecision) else plugin.forward_context(), _gradients(module, step):
-        output = getattr(module, step)(batch, 0, *([0] if several else []))
+        output = call_step(module, step, batch, 0, *([0] if several else []))
     numbers = dict(_logged_numbers(module.log.call_args_list, samples))
     states = [random.getstate(), np.random.get_state()]
     if step == "training_step":

@@ -7,6 +7,7 @@ from unittest import mock
 
 import lightning as L
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
@@ -43,6 +44,13 @@ def with_own_hook(trainer: Any, hook: str) -> list[Any]:
     """Return the module and the callbacks that have a hook of the user's, not of Lightning nor of this library."""
     own = [one for one in trainer.callbacks if not type(one).__module__.startswith(("onecurve.", "lightning."))]
     return [one for one in (trainer.lightning_module, *own) if is_overridden(hook, one)]
+
+
+def call_step(module: L.LightningModule, name: str, batch: Any, batch_idx: int, *loader: int) -> Any:
+    """Call a step of the module as Lightning does: without `batch_idx`, if it does not take it."""
+    step = getattr(module, name)
+    takes_number = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+    return step(batch, *([batch_idx] if takes_number else []), *loader)
 
 
 def plain_callbacks(trainer: L.Trainer) -> dict[str, L.Callback]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from onecurve.data.rank_loader import fetches_batches
 from onecurve.errors import UserError
+from onecurve.patches.torch import tree_leaves
 from onecurve.records.files import atomic_write
 
 _log = logging.getLogger(__name__)
@@ -33,7 +34,8 @@ class PredictionWriter(L.Callback):
         self._batches: dict[int, list[tuple[Tensor, Any]]] = {}  # of each loader
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.of_images and not fetches_batches(getattr(trainer.predict_dataloaders, "dataset", None)):
+        self._datasets = [loader.dataset for loader in tree_leaves(trainer.predict_dataloaders)]
+        if self.of_images and not (len(self._datasets) == 1 and fetches_batches(self._datasets[0])):
             raise UserError(
                 "predict=FOLDER takes a loader of image files: set predict=true to predict those of your own"
             )
@@ -56,22 +58,20 @@ class PredictionWriter(L.Callback):
         loaders = [_in_order(each) for each in batches]
         with atomic_write(self.file) as temporary:
             if self.of_images:
-                _write_table(temporary, trainer, **loaders[0])
+                _write_table(temporary, trainer.datamodule, self._datasets[0].files, **loaders[0])
             else:
                 torch.save(loaders, temporary)
         count = sum(len(each["sample_index"]) for each in loaders)
         _log.info("the predictions of %d samples are in %s", count, self.file)
 
 
-def _write_table(file: Path, trainer: L.Trainer, sample_index: Tensor, predictions: Tensor) -> None:
-    data: Any = trainer.datamodule
-    loader: Any = trainer.predict_dataloaders
+def _write_table(file: Path, data: Any, images: list[Path], sample_index: Tensor, predictions: Tensor) -> None:
     highest, classes = predictions.max(1)
     with file.open("w", newline="") as stream:
         writer = csv.writer(stream)
         writer.writerow(["file", "class", "probability"])
         for number, label, probability in zip(*map(Tensor.tolist, (sample_index, classes, highest)), strict=True):
-            image = loader.dataset.files[number].relative_to(data.predict_dir)
+            image = images[number].relative_to(data.predict_dir)
             writer.writerow([image, data.classes[label], f"{probability:.4f}"])
 
 

@@ -122,6 +122,19 @@ def test_gradients_that_depend_on_the_samples_together_are_found(kind: str, mess
         run_experiment(compose(folder, *words))
 
 
+class WithoutNumber(ChangesGradients):
+    """A step that does not take `batch_idx`, which Lightning allows."""
+
+    def training_step(self, batch: Any) -> Tensor:  # type: ignore[override]
+        return super().training_step(batch, 0)
+
+
+def test_a_step_without_the_number_of_its_batch_is_checked(folder: Path) -> None:
+    words = [*OWN, f"+module._target_={__name__}.WithoutNumber", "+module.kind=weights", *DIVIDED[1]]
+    with pytest.raises(UserError, match=r"WithoutNumber\.training_step does not divide by samples"):
+        run_experiment(compose(folder, *words))
+
+
 class OfOneLength(VectorData):
     """A batch sampler whose batches have sequences of one length each, and others a sampler that leaves samples out."""
 

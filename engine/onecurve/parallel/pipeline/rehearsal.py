@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from onecurve.errors import UserError
-from onecurve.network.module_state import set_mode, with_own_hook, without_log
+from onecurve.network.module_state import call_step, set_mode, with_own_hook, without_log
 from onecurve.network.net import NET, network_of
 from onecurve.network.snapshot import unchanged
 from onecurve.parallel.batch_norm import grouped_norms
@@ -93,7 +93,7 @@ def input_of_network(module: Any, batch: Any, batch_idx: int = 0) -> Tensor:
     outside = set(module.modules()).difference(network_of(module).modules())
     try:
         with unchanged(outside), without_log(module), forward_raises as forward, suppress(_Called):
-            module.training_step(batch, batch_idx)
+            call_step(module, "training_step", batch, batch_idx)
     except AttributeError as error:
         raise UserError(
             f"strategy=pipeline calls {type(module).__name__}.training_step before the hooks of training, to see what "
