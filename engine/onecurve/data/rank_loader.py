@@ -167,18 +167,20 @@ class SeededSamples(Dataset[Any]):
         batch draws from it. If one of a later batch does, the batch is fetched again.
         """
         is_first, has_drawn = self.draws_from_python is None, False
+        seeds_python = self.draws_from_python is not False
         random.seed(0)
         worker = get_worker_info()
         items: list[Any] = []
         for index, key in samples.T.tolist():
-            seed_generators(key, with_python=is_first or bool(self.draws_from_python))
+            seed_generators(key, with_python=seeds_python)
             if worker:  # which a dataset may ask for its seed
                 object.__setattr__(worker, "seed", torch.initial_seed())
             items.append(self._fetch(index))
-            has_drawn = has_drawn or (is_first and random.getstate() != random.Random(key).getstate())
+            if is_first and not has_drawn:
+                has_drawn = random.getstate() != random.Random(key).getstate()
         if is_first:
             self.draws_from_python = has_drawn
-        elif not self.draws_from_python and random.getstate() != _UNDRAWN:
+        elif not seeds_python and random.getstate() != _UNDRAWN:
             self.draws_from_python = True
             return self._fetch_seeded(samples)
         return items
