@@ -178,6 +178,7 @@ def _may_be_followed(trainer: L.Trainer) -> bool:
 
 
 def has_plateau_of_steps(trainer: L.Trainer) -> bool:
+    """Return whether a ReduceLROnPlateau takes a step after each of training."""
     return any(config.reduce_on_plateau and config.interval == "step" for config in trainer.lr_scheduler_configs)
 
 

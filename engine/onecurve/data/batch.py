@@ -53,6 +53,7 @@ class StepParts(list[StepPart]):
     """What a loader yields as one batch of Lightning: this rank's parts of a training step, or one evaluation batch."""
 
     def map(self, function: Callable[..., Any], *args: Any) -> "StepParts":
+        """Return the parts with the batches that a function makes of them."""
         return StepParts(part._replace(batch=function(part, *args)) for part in self)
 
 
@@ -152,4 +153,5 @@ def _join_leaves(*values: Any) -> Any:
 
 @device_constant
 def constant_weights(count: int, weight: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return (count,) equal weights of samples."""
     return torch.full((count,), weight, dtype=dtype, device=device)

@@ -55,6 +55,7 @@ class TrainingBatches(EpochStart, Sampler[Tensor]):
 
     @property
     def parts_per_step(self) -> int:
+        """Number of batches of this rank in an optimizer step."""
         return len(self.own) * self.division.num_parts
 
     def __len__(self) -> int:
@@ -120,6 +121,7 @@ class EvaluationBatches(Sampler[Tensor]):
         return (padded[places] for places in self.places())
 
     def weights(self) -> Iterator[float]:
+        """Return the weight of each batch: an evaluation counts the samples."""
         return repeat(1.0)
 
     def places(self) -> list[Tensor]:

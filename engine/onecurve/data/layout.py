@@ -122,6 +122,7 @@ class BatchLayout:
 
     @property
     def micro_batches(self) -> int:
+        """Number of micro-batches per optimizer step."""
         return self.accumulate * self.parallel.num_microbatches
 
     @property
@@ -131,6 +132,7 @@ class BatchLayout:
 
     @property
     def is_uneven(self) -> bool:
+        """Whether the ranks hold different numbers of samples."""
         samples = self.counts.sum(1)
         return bool((samples != samples[0]).any())
 
@@ -253,6 +255,7 @@ class Division:
 
     @property
     def own_virtual_ranks(self) -> range:
+        """The virtual ranks that this rank computes one by one."""
         return self.parallel.virtual_ranks(self.virtual_ranks)
 
     @property

@@ -179,6 +179,7 @@ class TrainingLoaders:
                 loader.state = state
 
     def states_after(self, steps: int) -> list[Any]:
+        """Return the state of each stream after so many steps of the epoch."""
         return [loader.states.get(steps) if isinstance(loader, StreamLoader) else None for loader in self.rank_loaders]
 
     def example_batches(self, spans: Sequence[tuple[int, int]]) -> list[StepParts]:
@@ -340,6 +341,7 @@ class EvaluationLoaders:
             self.parallel, self.ranks = DataParallelInfo(division.virtual_ranks), list(division.own_virtual_ranks)
 
     def of_rank(self, device: torch.device) -> Any:
+        """Return the loader of this rank, or a list of several."""
         loaders: list[Any] = []
         for loader, seed, order in self.evaluated:
             if order is None:

@@ -286,6 +286,7 @@ class OrderedData(L.LightningDataModule):
 
     @property
     def has_one_size(self) -> bool:
+        """Whether each batch of training has the size of `layout`: not of several loaders, nor of a `batch_sampler`."""
         return self._training is None or self._training.has_one_size
 
     @property

@@ -70,6 +70,7 @@ def _bases(callback: L.Callback) -> list[type]:
 
 @contextmanager
 def set_mode(net: nn.Module, training: bool) -> Iterator[None]:
+    """Set the mode of all modules, and restore each module's own mode."""
     before = {module: module.training for module in net.modules()}
     net.train(training)
     try:

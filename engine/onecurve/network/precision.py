@@ -11,6 +11,7 @@ def dtype_name(precision: Any) -> str:
 
 
 def is_double(precision: Any) -> bool:
+    """Return whether all numbers are float64."""
     return str(precision) in ("64-true", "64")
 
 

@@ -120,6 +120,7 @@ class DDP(DDPStrategy):
         return super().distributed_sampler_kwargs | {"shares": self.shares, "has_own_weights": has_own_weights}
 
     def check_virtual_ranks(self, count: int, world_size: int) -> None:
+        """Raise a UserError for a hook, which does not add gradients as they are."""
         if self.comm_hook:
             raise UserError(f"bit_exact=true adds gradients as they are: unset strategy.comm_hook={self.comm_hook}")
 

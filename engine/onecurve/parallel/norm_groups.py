@@ -108,6 +108,7 @@ def _lengths_in(micro_batch: int, norm: GroupedBatchNorm) -> list[int]:
 
 
 def check_groups(layout: BatchLayout) -> None:
+    """Raise a UserError if the micro-batches of the layout cannot hold whole normalization groups."""
     if layout.virtual_ranks > layout.batch_size:
         raise UserError(
             f"virtual_ranks={layout.virtual_ranks} exceeds data.batch_size={layout.batch_size}: set fewer virtual ranks"

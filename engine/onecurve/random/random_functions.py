@@ -72,6 +72,7 @@ class SampleRandom:
 
     @property
     def call_seed(self) -> int:
+        """The number that the next call takes."""
         return self.first_seed + (torch.initial_seed() - self.first_seed) % CALL + self.shift
 
     def begin_micro_batch(self, keys: Tensor, seed: int) -> None:
@@ -99,9 +100,11 @@ class SampleRandom:
         return False
 
     def keep_mask(self, shape: torch.Size, rate: float) -> Tensor:
+        """Return the bool mask of the elements to keep, with a row for each sample."""
         return keep_mask(hash_samples(self.keys, self._begin_call()), shape, rate)
 
     def normal(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return numbers from the standard normal distribution, with a row for each sample."""
         return normal(self.keys ^ self._begin_call(), *shape[1:]).to(dtype)
 
     def uniform(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -139,6 +142,7 @@ sample_random = SampleRandom()  # one for the process, as torch's generators
 
 
 def _dropout_of(name: str) -> Callable[..., Tensor]:
+    """Return the function in place of `F.dropout`, or in place of one that drops whole channels."""
     original = getattr(F, name)
 
     @functools.wraps(original)
@@ -164,6 +168,7 @@ def _bernoulli_(self: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
 
 
 def _noise_like(name: str, draw: Callable[[torch.Size, torch.dtype], Tensor]) -> Callable[..., Tensor]:
+    """Return the function in place of `torch.randn_like` or `torch.rand_like`."""
     original = getattr(torch, name)
 
     @functools.wraps(original)

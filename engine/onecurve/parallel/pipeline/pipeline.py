@@ -121,6 +121,7 @@ class Pipeline(ShardedStateStrategy):
             raise UserError(f"strategy.stages={ranks} does not divide the {world_size} processes: take a divisor")
 
     def check_virtual_ranks(self, count: int, world_size: int) -> None:
+        """Raise a UserError for stages that the replicas share, whose gradients they add in another order."""
         if self.data_parallel == "fsdp":
             raise UserError("bit_exact=true: strategy.data_parallel=fsdp adds gradients in another order: take ddp")
 
@@ -275,6 +276,7 @@ class Pipeline(ShardedStateStrategy):
             )
 
     def _check_constants(self) -> None:
+        """Check that no number has changed which the graph of the network has as a constant."""
         now = constants(network_of(self.lightning_module), self._called)
         for name, value in now.items() - self._constants.items():
             raise UserError(
@@ -371,6 +373,7 @@ class Pipeline(ShardedStateStrategy):
         return self.precision_plugin.post_backward(closure_loss, module)
 
     def _forward(self, inputs: Tensor) -> Tensor:
+        """Return the outputs of the network: those of the schedule in training, otherwise those of `_run_stages`."""
         check_shape(inputs, self.sent[0][0], is_trained=False)
         if self.training_forward is None:
             return self._run_stages(inputs)

@@ -184,6 +184,7 @@ def keep_parameters(optimizer: Optimizer, own: Container[Tensor]) -> None:
 
 
 def called_modules(blocks: Iterable[Block]) -> set[str]:
+    """Return the names of the modules that the graph of some blocks calls."""
     return {str(node.target) for block in blocks for node in block.nodes if node.op == "call_module"}
 
 
