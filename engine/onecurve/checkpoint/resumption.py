@@ -36,7 +36,8 @@ class ExactResumption(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
             self._data: Any = trainer.datamodule  # a test may have other data, and the script saves after it
-            self._steps = self._epoch_steps = 0  # trained in the run, and in the current epoch
+            self._epoch = trainer.fit_loop.epoch_progress.current.processed  # that of the next step
+            self._steps = self._epoch_steps = 0  # trained in the run, and in this epoch
             self._requires_grad: dict[str, bool] = {}  # by name; first that of a checkpoint, then as training begins
             self._early_stop: str | None = None  # why a callback has ended the run
             self._has_trained = False
@@ -75,11 +76,10 @@ class ExactResumption(L.Callback):
                 if _has_average(callback, trainer.current_epoch):
                     callback.on_train_end(trainer, pl_module)
 
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        set_steps_of_loggers(trainer, self._steps)  # in a resumed run what LearningRateMonitor logs here
-
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         set_steps_of_loggers(trainer, self._steps)  # -1 after Lightning's LearningRateFinder
+
+    on_train_epoch_start = on_train_batch_start  # for what LearningRateMonitor logs there in a resumed run
 
     def on_train_batch_end(self, *_: Any) -> None:
         self._steps += 1
@@ -87,7 +87,7 @@ class ExactResumption(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:  # else the run stops within the epoch
-            self._epoch_steps = 0
+            self._epoch, self._epoch_steps = self._epoch + 1, 0
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["position"] = position = self._position(trainer)
@@ -101,24 +101,23 @@ class ExactResumption(L.Callback):
         checkpoint["requires_grad"] = changed
 
     def _position(self, trainer: L.Trainer) -> dict[str, Any]:
-        """Return the epoch in which the next step is, the steps that it has had, and those of the run."""
-        data, loop, steps = self._data, trainer.fit_loop, self._steps
-        epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
-        epoch, epoch_steps = epochs.processed, self._epoch_steps
-        if epochs.started > epochs.processed:  # another callback may save before this one has counted
+        """Return the epoch in which the next step is, the steps that it has had, and those of the run.
+
+        The hooks of this callback count them. A save may come before a hook: of a step if its schedule fails, for which
+        OnExceptionCheckpoint saves, or of an epoch, as the validation after its last step comes before its end.
+        """
+        epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
+        epoch, epoch_steps, steps = self._epoch, self._epoch_steps, self._steps
+        is_in_epoch = epochs.started > epochs.processed  # else the batches may be those of the epoch before
+        if is_in_epoch:
             epoch_steps = batches.current.processed
             steps += epoch_steps - self._epoch_steps
-        elif epochs.ready <= epochs.processed and epoch_steps > 0 and not self._early_stop:
-            # The run has stopped within the epoch, which Lightning counts as processed. (A resumed run does not
-            # increment `ready`.)
-            epoch -= 1
-        if data.steps_per_epoch is None:  # `is_last_batch` holds from before the batch to the next epoch
-            has_ended = batches.is_last_batch and batches.current.processed == batches.current.ready
-        else:
-            has_ended = epoch_steps == data.steps_per_epoch
-        if has_ended and epoch_steps:  # the validation after the last step comes before the end of the epoch
+        # From before the last batch on, `is_last_batch` holds until the next epoch has one.
+        has_ended = batches.is_last_batch and batches.current.processed == batches.current.ready
+        if has_ended and epoch_steps > 0:
             epoch, epoch_steps = epoch + 1, 0
-        return {"epoch": epoch, "epoch_steps": epoch_steps, "steps": steps, "streams": data.states_after(epoch_steps)}
+        streams = self._data.states_after(epoch_steps)
+        return {"epoch": epoch, "epoch_steps": epoch_steps, "steps": steps, "streams": streams}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Rewrite the saved states, from which Lightning restores its loops and the callbacks afterwards."""
@@ -160,11 +159,11 @@ class ExactResumption(L.Callback):
         elif position.get("is_incomplete"):
             step = f"step {position['steps']}"
             _log.warning("%s was saved before the end of %s, which this run leaves out", trainer.ckpt_path, step)
-        self._steps, self._epoch_steps = position["steps"], position["epoch_steps"]
-        data.resume(position["epoch"], position["epoch_steps"], position["streams"])
-        _rewind(loops, position["epoch"], position["epoch_steps"], total=position["steps"])
+        self._epoch, self._epoch_steps, self._steps = (position[key] for key in ("epoch", "epoch_steps", "steps"))
+        data.resume(self._epoch, self._epoch_steps, position["streams"])
+        _rewind(loops, self._epoch, self._epoch_steps, total=self._steps)
         # Lightning counts the last step itself.
-        loops["epoch_loop.state_dict"]["_batches_that_stepped"] = position["steps"] - 1
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] = self._steps - 1
 
 
 def _may_be_followed(trainer: L.Trainer) -> bool:

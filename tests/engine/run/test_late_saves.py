@@ -125,6 +125,31 @@ def test_the_start_of_an_epoch_with_other_data_is_its_position(folder: Path) -> 
     assert (position["epoch"], position["epoch_steps"], position["steps"]) == (1, 0, 8)
 
 
+def test_a_save_as_an_epoch_goes_on_has_its_position(folder: Path) -> None:
+    saved = []
+    for steps in (11, 13):
+        fit(folder, SavesAtStart(), max_epochs=-1, max_steps=steps)
+        saved.append(torch.load(folder / "1.ckpt")["position"])
+    assert [(one["epoch"], one["epoch_steps"], one["steps"]) for one in saved] == [(1, 0, 8), (1, 3, 11)]
+
+
+class FailsInSchedule(Taught):
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        if self.trainer.global_step == 4:
+            raise RuntimeError("no rate")
+
+    def configure_optimizers(self) -> Any:
+        optimizers, schedulers = super().configure_optimizers()
+        return optimizers, [{"scheduler": one, "interval": "step"} for one in schedulers]
+
+
+def test_a_step_whose_schedule_fails_counts(folder: Path) -> None:
+    with pytest.raises(RuntimeError, match="no rate"):
+        fit(folder, OnExceptionCheckpoint(folder, "failed"), module=FailsInSchedule())
+    saved = torch.load(folder / "failed.ckpt")
+    assert (saved["position"]["epoch_steps"], saved["position"]["steps"], saved["global_step"]) == (4, 4, 4)
+
+
 @pytest.mark.parametrize("is_first", [False, True])
 def test_a_saved_step_has_the_best_one_of_its_validation(is_first: bool, folder: Path) -> None:
     of_steps = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
