@@ -21,16 +21,16 @@ class BegunEpoch(L.Callback):
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._is_begun = False
+        self._must_undo = False
         self._saved: _Trained | None = None
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         has_hook = bool(with_own_hook(trainer, "on_train_epoch_start"))
-        self._is_begun = trainer.training and has_hook and bool(checkpoint.get("has_begun_epoch"))
+        self._must_undo = trainer.training and has_hook and bool(checkpoint.get("has_begun_epoch"))
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._is_begun:
-            self._saved, self._is_begun = _Trained(trainer, pl_module), False
+        if self._must_undo:
+            self._saved, self._must_undo = _Trained(trainer, pl_module), False
 
     def on_train_batch_start(self, *_: Any) -> None:
         if self._saved:

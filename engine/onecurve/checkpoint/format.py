@@ -10,9 +10,10 @@ except PackageNotFoundError:  # a copy of the source that is not installed
 VERSION_KEY = "onecurve"  # the key of the version in checkpoints, config.yaml, job.json and the starts in events.jsonl
 
 # How the parts of the ranks become one value: tensors by the name of a weight; states of optimizers; other values by
-# name, of which those of the first rank that has them stay. `_merge_ranks` of parallel/sharded_state.py does so.
+# name, where the first rank that has a name wins. `_merge_ranks` of parallel/sharded_state.py does so.
 BY_WEIGHT, STATES, UNION = "by weight", "states", "union"
-# The keys of a checkpoint, by the file that adds them: what each is, and how it is merged if each rank has a part.
+# The keys of a checkpoint, by the file that adds them: what each is, and how it is merged if each rank has a part. Code
+# reads the latter only; a test compares all with saved checkpoints.
 CHECKPOINT_KEYS: dict[str, dict[str, str | tuple[str, str]]] = {
     "Lightning": {
         "epoch": "epochs that have begun; `position` counts",
@@ -39,7 +40,7 @@ CHECKPOINT_KEYS: dict[str, dict[str, str | tuple[str, str]]] = {
     },
     "checkpoint/resumption.py": {
         "position": "epoch, steps trained in it, steps of the run, states of streams; whether a step is incomplete",
-        "has_begun_epoch": "whether the hooks of the start of the epoch have run",
+        "has_begun_epoch": "whether the hooks of the start of the epoch have run, perhaps without a step yet",
         "requires_grad": ("weights that were frozen or unfrozen during training", UNION),
     },
     "run/training_loop.py": {"plateau_is_behind": "whether ReduceLROnPlateau has not had its step of the ended epoch"},

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from onecurve.checkpoint import sharded
 from onecurve.checkpoint.format import BY_WEIGHT, MERGED, STATES
-from onecurve.checkpoint.io import read_checkpoint, write_error
+from onecurve.checkpoint.io import write_error
 from onecurve.checkpoint.optimizer_state import merge, name_parameters, shard_like
 from onecurve.network.tensors import to_full_tensor, with_versions
 from onecurve.observe.step_times import timed_communication
@@ -62,7 +62,7 @@ class ShardedStateStrategy(ModelParallelStrategy):
     # Those of ModelParallelStrategy require `configure_model`, and number the parameters as the rank holds them.
     setup = Strategy.setup
     lightning_module_state_dict = Strategy.lightning_module_state_dict
-    load_optimizer_state_dict = Strategy.load_optimizer_state_dict
+    load_optimizer_state_dict = Strategy.load_optimizer_state_dict  # the optimizer takes its shards: `restore_by_name`
     restore_checkpoint_after_setup = Strategy.restore_checkpoint_after_setup
     lightning_restore_optimizer = Strategy.lightning_restore_optimizer
     reduce = timed_communication()(ModelParallelStrategy.reduce)
@@ -139,7 +139,7 @@ class ShardedStateStrategy(ModelParallelStrategy):
         return {name: values[name] for name in in_order} | values
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = read_checkpoint(checkpoint_path, weights_only=weights_only is not False)
+        checkpoint = Strategy.load_checkpoint(self, checkpoint_path, weights_only)  # all tensors
         if self._full:  # the network is parallelized already, as for predict after test
             checkpoint["state_dict"] = self._shard_weights(checkpoint["state_dict"])
         return checkpoint

@@ -174,7 +174,7 @@ class MetricStates(L.Callback):
 
     def __init__(self) -> None:
         self._saved: dict[str, Any] = {}  # of a checkpoint, until they are restored
-        self._is_within_epoch = False
+        self._epoch_has_steps = False  # in the checkpoint; it may have begun without one
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Convert metrics as the module; torchmetrics ignores its conversion, and forgets another on a new device."""
@@ -186,7 +186,7 @@ class MetricStates(L.Callback):
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        metrics = _metrics_to_save(trainer, pl_module, is_within_epoch=checkpoint["position"]["epoch_steps"] > 0)
+        metrics = _metrics_to_save(trainer, pl_module, epoch_has_steps=checkpoint["position"]["epoch_steps"] > 0)
         virtual = cast(Any, trainer).virtual_metrics
         of_virtual = virtual.metrics if virtual else {}
         rank = trainer.datamodule.parallel.dp_rank
@@ -202,11 +202,11 @@ class MetricStates(L.Callback):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.training:
             self._saved = checkpoint.get("metric_states", {})
-            self._is_within_epoch = checkpoint["position"]["epoch_steps"] > 0
+            self._epoch_has_steps = checkpoint["position"]["epoch_steps"] > 0
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Restore before the module resets metrics for a new epoch."""
-        if not self._is_within_epoch:
+        if not self._epoch_has_steps:
             self._restore(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
@@ -338,15 +338,15 @@ def _fill_trackers(trainer: L.Trainer, module: L.LightningModule, saved: dict[st
             tracker.increment()
 
 
-def _metrics_to_save(trainer: L.Trainer, module: L.LightningModule, is_within_epoch: bool) -> dict[str, Metric]:
+def _metrics_to_save(trainer: L.Trainer, module: L.LightningModule, epoch_has_steps: bool) -> dict[str, Metric]:
     """Return the metrics by name, without those that Lightning resets before a resumed run would use them."""
     loop: Any = trainer.fit_loop.epoch_loop
     results = results_of(loop)
     trained, validated = ({id(one.value) for one in each.values()} for each in (results, results_of(loop.val_loop)))
     # Training has gone on with a metric that a validation logs as well.
-    reset = validated - trained if is_within_epoch else validated | trained
+    reset = validated - trained if epoch_has_steps else validated | trained
     accumulated: dict[str, Any] = {}
-    if is_within_epoch:
+    if epoch_has_steps:
         means = {name: item for name, item in results.items() if item.is_tensor and item.meta.on_epoch}
         ended = "on_train_epoch_end"  # what it logged is that of the epoch before
         accumulated = {name: item for name, item in means.items() if item.meta.fx != ended}
