@@ -13,7 +13,7 @@ import torch
 
 from onecurve.checkpoint import sharded
 from onecurve.checkpoint.io import AtomicCheckpointIO, read_run_checkpoint
-from onecurve.checkpoint.run_files import checkpoint_file
+from onecurve.checkpoint.newest import checkpoint_file
 from onecurve.errors import UserError
 
 

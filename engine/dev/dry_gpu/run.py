@@ -26,8 +26,8 @@ from engine.dev.dry_gpu.distributed import start_process_group
 from engine.dev.dry_gpu.measure import StepCounter
 from engine.dev.dry_gpu.synchronizations import SYNCHRONIZATIONS
 from engine.dev.dry_gpu.tensors import install_tensors
-from onecurve.checkpoint.run_files import CHECKPOINTS, LAST
 from onecurve.notebook import compose
+from onecurve.records.files import CHECKPOINTS, LAST
 from onecurve.run.experiment import assemble
 from onecurve.targets import drop_replaced_options
 from src.data.sources.shapes import Shapes

@@ -18,12 +18,11 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from onecurve.checkpoint import sharded
-from onecurve.checkpoint.run_files import LAST, PREVIOUS
 from onecurve.errors import CheckpointUserError
 from onecurve.network.net import NET
 from onecurve.network.tensors import with_versions
 from onecurve.patches.torch import tree_map
-from onecurve.records.files import atomic_write
+from onecurve.records.files import LAST, PREVIOUS, atomic_write
 from onecurve.targets import plain_config
 
 _log = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ _PLAIN_TYPES = (type(None), str, bytes, bool, int, float, Tensor)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint under a temporary name, syncs it and renames it."""
+    """Writes a checkpoint under a temporary name, syncs it and renames it; Lightning also reads `ckpt_path` by it."""
 
     _has_checked = False  # whether a file of this run was found readable, or named as not
 
@@ -70,7 +69,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             _log.warning("no run can go on from these checkpoints: each %s", _object_in(error))
 
     def load_checkpoint(self, path: Path | str, map_location: Any = "cpu", weights_only: Any = True) -> dict[str, Any]:
-        """Read the file; it may contain objects only if the user of the trainer says `weights_only=False`."""
+        """Read `ckpt_path` for any strategy; it may contain objects only if the user says `weights_only=False`."""
         return read_checkpoint(path, map_location=map_location, weights_only=weights_only is not False)
 
     def remove_checkpoint(self, path: Path | str) -> None:

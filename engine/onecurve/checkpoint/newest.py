@@ -1,10 +1,11 @@
-"""The checkpoint from which a run folder goes on."""
+"""The checkpoint from which a run folder goes on, and the line that tells the user so."""
 
 import sys
 from pathlib import Path
+from signal import Signals
 
-from onecurve.checkpoint.run_files import CHECKPOINTS, LAST, PREVIOUS
 from onecurve.errors import UserError
+from onecurve.records.files import CHECKPOINTS, LAST, PREVIOUS
 
 
 def newest_checkpoint(folder: Path, weights_only: bool = True) -> Path | None:
@@ -29,3 +30,17 @@ def newest_checkpoint(folder: Path, weights_only: bool = True) -> Path | None:
         if newest is None or steps > newest_steps:
             newest, newest_steps = file, steps
     return newest
+
+
+def checkpoint_file(path: Path) -> Path:
+    """Return the absolute path of a checkpoint: the file itself, or last.ckpt of a run folder, complete or not."""
+    path = path.expanduser().absolute()
+    return path / CHECKPOINTS / LAST if path.is_dir() else path
+
+
+def stop_message(number: int, run_dir: str | Path, place: str = "") -> str:
+    """Return the line that says by which signal, and where, a run has stopped, and how to continue it."""
+    stopped = f"stopped by {Signals(number).name}{place}"
+    if any((Path(run_dir) / CHECKPOINTS).glob("*.ckpt")):
+        return f"{stopped}; ckpt_path={run_dir} goes on from its last save"
+    return f"{stopped}; {run_dir} has no checkpoint yet"

@@ -18,12 +18,11 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from onecurve.checkpoint.run_files import CHECKPOINTS
 from onecurve.config.folder import CONF, PROJECT, RECIPES, folder_of, saved_config
 from onecurve.errors import UserError, nearest_options, suggest
 from onecurve.identity.option_kinds import flatten_config
 from onecurve.process.started_by import started_rank
-from onecurve.records.files import CONFIG
+from onecurve.records.files import CHECKPOINTS, CONFIG
 
 # torch warns on macOS, in each process, that it does not redirect output, which nothing here asks for.
 logging.getLogger("torch.distributed.elastic.multiprocessing.redirects").setLevel(logging.ERROR)

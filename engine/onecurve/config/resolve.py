@@ -16,8 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
-from onecurve.checkpoint.newest import newest_checkpoint
-from onecurve.checkpoint.run_files import checkpoint_file
+from onecurve.checkpoint.newest import checkpoint_file, newest_checkpoint
 from onecurve.config.folder import CONF, PROJECT, RECIPES, folder_of, saved_config
 from onecurve.errors import UserError, as_typed, nearest_options
 from onecurve.identity.option_kinds import flatten_config

@@ -16,8 +16,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from onecurve.checkpoint.newest import newest_checkpoint
-from onecurve.checkpoint.run_files import checkpoint_file
+from onecurve.checkpoint.newest import checkpoint_file, newest_checkpoint
 from onecurve.errors import RankFailedError, UserError
 from onecurve.launch.outcome import fold_frames
 from onecurve.process import signals

@@ -24,7 +24,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from onecurve.checkpoint.run_files import stop_message
+from onecurve.checkpoint.newest import stop_message
 from onecurve.config.resolve import device_count, resolve_config, runs_in_single_process
 from onecurve.errors import RankFailedError, UserError
 from onecurve.launch import restarts

@@ -1,4 +1,4 @@
-"""Locks, files that appear complete or not at all, and files to which a running process appends JSON objects."""
+"""Files of a run: their names, locks, files that appear complete or not at all, and lines of JSON that are appended."""
 
 import hashlib
 import json
@@ -12,7 +12,8 @@ from filelock import FileLock
 
 from onecurve.errors import UserError
 
-CONFIG, METRICS = "config.yaml", "metrics.csv"  # of a run folder
+CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.csv", "checkpoints"  # of a run folder
+LAST, PREVIOUS = "last.ckpt", "previous.ckpt"  # of `checkpoints`: the latest state, and the one that it replaced
 _LOCKS = Path("/tmp")  # the same for all processes of a machine, whatever their TMPDIR
 
 

@@ -18,8 +18,8 @@ from onecurve.observe.wandb import wandb_ends
 from onecurve.patches.lightning_loops import steps_of_loggers
 from onecurve.records.events import append_event
 from onecurve.run.arguments import REFUSED
+from onecurve.run.ckpt_path import monitoring
 from onecurve.run.predictions import PredictionWriter
-from onecurve.run.saving import monitoring
 from onecurve.run.trainer import Trainer
 from onecurve.targets import build, check_options, locate
 

@@ -9,12 +9,13 @@ from typing import Any, TextIO
 
 import lightning as L
 
-from onecurve.checkpoint.run_files import CHECKPOINTS, LAST, stop_message
+from onecurve.checkpoint.newest import stop_message
 from onecurve.errors import UserError
 from onecurve.observe.steps import RankConsensus, trained_steps
 from onecurve.process import signals
 from onecurve.process.rank import log_file, report_error, set_timeouts_after
 from onecurve.records.events import append_event, end_of
+from onecurve.records.files import CHECKPOINTS, LAST
 from onecurve.run.saving import LastCheckpoint
 
 _log = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from onecurve.checkpoint.io import read_run_checkpoint
-from onecurve.checkpoint.run_files import CHECKPOINTS
 from onecurve.errors import UserError
 from onecurve.network.net import NET
 from onecurve.patches.torch import tree_leaves
+from onecurve.records.files import CHECKPOINTS
 from onecurve.targets import target_nodes
 
 _IMAGES_AT_ONCE = 256

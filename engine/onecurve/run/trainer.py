@@ -24,7 +24,6 @@ from torch import Tensor
 from onecurve.checkpoint.begun_epoch import BegunEpoch
 from onecurve.checkpoint.io import AtomicCheckpointIO
 from onecurve.checkpoint.resumption import ExactResumption
-from onecurve.checkpoint.run_files import CHECKPOINTS
 from onecurve.checks.divergence import FiniteCheck
 from onecurve.checks.loss import DivisionCheck
 from onecurve.checks.replicas import BufferCheck, GatheredWeightCheck, ReplicaCheck
@@ -45,14 +44,17 @@ from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import AFTER_STAGE, seed_generators
 from onecurve.random.step_seeds import RandomNumbers
 from onecurve.records.events import append_event, recorded_end
+from onecurve.records.files import CHECKPOINTS
 from onecurve.run import arguments
 from onecurve.run.attributes import Attributes
 from onecurve.run.bit_exact import BitExactness
+from onecurve.run.ckpt_path import check_overwrites_nothing, find_checkpoint, monitoring
 from onecurve.run.known_errors import translated_errors
+from onecurve.run.late_saves import LateSaves
 from onecurve.run.logged_values import LoggedValues, LogPoints
 from onecurve.run.metric_states import MetricStates, MetricSync, VirtualMetrics
 from onecurve.run.recorder import RunRecorder
-from onecurve.run.saving import LastCheckpoint, LateSaves, check_overwrites_nothing, find_checkpoint, monitoring
+from onecurve.run.saving import LastCheckpoint
 from onecurve.run.script import describe_script
 from onecurve.run.step import StepInParts
 from onecurve.run.stopping import PreemptionHandler, Watchdog
@@ -196,17 +198,16 @@ class Trainer(L.Trainer):
         return [
             BegunEpoch(),  # before a signal may save, at the first step
             LateSaves(),  # before other callbacks begin the next step
-            # These end the run: a hung rank alone, or all ranks at the same step after a signal.
-            Watchdog(self._folder, timeout),
-            PreemptionHandler(self._folder),
+            Watchdog(self._folder, timeout),  # ends a hung rank alone
+            PreemptionHandler(self._folder),  # ends all ranks at the same step after a signal
             self._recorder,
-            ExactResumption(),
+            ExactResumption(),  # before MetricStates and LoopChanges, which read the position that it saves
             Attributes(),
             *([BitExactness(), self.virtual_metrics] if self.virtual_metrics else [self.buffer_check, DivisionCheck()]),
             ReplicaCheck(),
             GatheredWeightCheck(),
             MetricSync(),
-            MetricStates(),  # after ExactResumption, which saves the position
+            MetricStates(),
             UnsavedStateCheck(),
             self.random_numbers,
             LoopChanges(),

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from onecurve.checkpoint.run_files import CHECKPOINTS
 from onecurve.config import command_line
 from onecurve.config.command_line import complete_overrides
 from onecurve.errors import UserError
-from onecurve.records.files import CONFIG
-from onecurve.run import saving
+from onecurve.records.files import CHECKPOINTS, CONFIG
+from onecurve.run import ckpt_path
 from onecurve.run.experiment import run_experiment
 from tests.support.commands import run_here
 from tests.support.experiments import SHORT, SHORT_EPOCH
@@ -89,6 +88,6 @@ def test_ranks_test_the_checkpoint_of_rank_zero(
     callback: Any = SimpleNamespace(monitor="val/acc", best_model_path="acc0.5.ckpt")
     strategy = SimpleNamespace(broadcast=lambda _: "acc0.4.ckpt", reduce_boolean_decision=lambda equal: equal)
     trainer: Any = SimpleNamespace(checkpoint_callbacks=[callback], strategy=strategy)
-    monkeypatch.setattr(saving.dist, "is_initialized", lambda: True)
-    assert saving.best_checkpoint(trainer) == "acc0.4.ckpt"
+    monkeypatch.setattr(ckpt_path.dist, "is_initialized", lambda: True)
+    assert ckpt_path.best_checkpoint(trainer) == "acc0.4.ckpt"
     assert "val/acc differs between the ranks, and rank zero's is taken: log it with sync_dist=True" in caplog.text
