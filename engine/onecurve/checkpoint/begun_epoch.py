@@ -2,9 +2,10 @@
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
+from lightning.pytorch.callbacks import BaseFinetuning, LearningRateMonitor
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,7 +18,8 @@ class BegunEpoch(L.Callback):
 
     The hook is called, as it may prepare data or make layers. It may also lower a rate, shrink weights, reset a buffer,
     or clear moments. `Attributes` does the same for numbers and tensors in attributes. Until the first step the weights
-    and moments are twice in memory, once on the CPU; not if only this library and Lightning have such hooks.
+    and moments are twice in memory, once on the CPU; not if only this library and Lightning have such hooks, of which
+    those that would raise or log a rate twice are left out.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -25,8 +27,11 @@ class BegunEpoch(L.Callback):
         self._saved: _Trained | None = None
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        has_hook = bool(with_own_hook(trainer, "on_train_epoch_start"))
-        self._must_undo = trainer.training and has_hook and bool(checkpoint.get("has_begun_epoch"))
+        if trainer.training and checkpoint.get("has_begun_epoch"):
+            self._must_undo = bool(with_own_hook(trainer, "on_train_epoch_start"))
+            for callback in cast(Any, trainer).callbacks:
+                if isinstance(callback, BaseFinetuning | LearningRateMonitor):
+                    _skip_epoch_start(callback)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._must_undo:
@@ -36,6 +41,11 @@ class BegunEpoch(L.Callback):
         if self._saved:
             self._saved.restore()
             self._saved = None
+
+
+def _skip_epoch_start(callback: Any) -> None:
+    """Leave out its next `on_train_epoch_start`."""
+    callback.on_train_epoch_start = lambda *_: vars(callback).pop("on_train_epoch_start")
 
 
 class _Trained:

@@ -126,12 +126,9 @@ class ExactResumption(L.Callback):
             self._requires_grad = checkpoint.get("requires_grad", {})
             states = checkpoint["callbacks"]
             for callback in cast(Any, trainer).callbacks:
-                tunes = isinstance(callback, callbacks.BaseFinetuning)
-                if tunes and callback.state_key in states:  # its groups would replace those of the optimizer
+                if isinstance(callback, callbacks.BaseFinetuning) and callback.state_key in states:
+                    # Its groups would replace those of the optimizer.
                     states[callback.state_key]["internal_optimizer_metadata"] = {}
-                begins = tunes or isinstance(callback, callbacks.LearningRateMonitor)
-                if begins and checkpoint.get("has_begun_epoch"):
-                    _skip_epoch_start(callback)
             _restore_history(trainer, states)
             self._early_stop = _restore_early_stopping(trainer, states)
             if any(isinstance(callback, callbacks.ModelPruning) for callback in cast(Any, trainer).callbacks):
@@ -187,11 +184,6 @@ def _has_average(callback: L.Callback, epochs: int) -> bool:
         has_averaged = callback.state_dict()["latest_update_epoch"] >= 0  # not if the run had no such callback
         return has_averaged and epochs == callback.swa_end + 1  # with batch norm an epoch more, and they are saved
     return isinstance(callback, callbacks.WeightAveraging)
-
-
-def _skip_epoch_start(callback: Any) -> None:
-    """Leave out its next `on_train_epoch_start`: a rate would rise twice, or be logged twice."""
-    callback.on_train_epoch_start = lambda *_: vars(callback).pop("on_train_epoch_start")
 
 
 def _requires_grad(module: L.LightningModule) -> dict[str, bool]:
