@@ -13,7 +13,7 @@ VERSION_KEY = "onecurve"  # the key of the version in checkpoints, config.yaml, 
 # name, where the first rank that has a name wins. `_merge_ranks` of parallel/sharded_state.py does so.
 BY_WEIGHT, STATES, UNION = "by weight", "states", "union"
 # The keys of a checkpoint, by the file that adds them: what each is, and how it is merged if each rank has a part. Code
-# reads the latter only; a test compares all with saved checkpoints.
+# reads only how it is merged; tests/engine/checkpoint/test_format.py compares the keys with saved checkpoints.
 CHECKPOINT_KEYS: dict[str, dict[str, str | tuple[str, str]]] = {
     "Lightning": {
         "epoch": "epochs that have begun; `position` counts",
