@@ -8,9 +8,9 @@ buffers that the step began with. Gradients and buffers are then added over all 
 Li et al., "EasyScale" (2022).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from onecurve.network.tensors import upcast_half
 from onecurve.observe.step_times import timed_communication
 from onecurve.parallel.tree_sum import TreeSum, sum_over_ranks
 from onecurve.patches.torch import AnyBatchNorm
+from onecurve.process.gather import collectives_replaced
+
+LOGGED_COLUMNS = 64  # processes exchange tables with a multiple of so many columns, also if they log different values
 
 
 class VirtualRanks:
@@ -35,8 +38,8 @@ class VirtualRanks:
         own: those of this process.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer, self.count = trainer, trainer.datamodule.virtual_ranks
+    def __init__(self, trainer: Any, step: int) -> None:
+        self.trainer, self.step, self.count = trainer, step, trainer.datamodule.virtual_ranks
         parallel = trainer.datamodule.parallel
         self.of_processes = [parallel.virtual_ranks(self.count, rank) for rank in range(parallel.dp_size)]
         self.own = self.of_processes[parallel.dp_rank]
@@ -47,32 +50,43 @@ class VirtualRanks:
         """Return the modules of each network whose gradients and buffers this process computes."""
         return [list(self.trainer.lightning_module.modules())]
 
-    def begin(self, parts: Sequence[StepPart], step: int, begin_part: Callable[[int, StepPart], None]) -> None:
-        """Prepare the passes of step `step`. `begin_part` lets functions draw for a virtual rank and its part."""
+    def begin_pass(self, place: int, part: StepPart) -> None:
+        """Let samples, metrics and random numbers be those of the virtual rank `own[place]`."""
+        number = self.own[place]
+        self.trainer.datamodule.use_samples_of(part)
+        self.trainer.virtual_metrics.enter(number)
+        self.trainer.random_numbers.begin_virtual_rank(self.trainer, self.step, number)
+
+    @contextmanager
+    def one_pass(self, place: int, part: StepPart) -> Iterator[None]:
+        """Return a context for the forward and the backward pass of the virtual rank `own[place]`."""
+        self.begin_pass(place, part)
+        sums = self.sums[-1]  # a pipeline's schedule computes the others, the stages
+        with without_collectives(self.trainer.strategy):
+            sums.copy_buffers()
+            yield
+            sums.add_buffers(place)
+            sums.add_gradients(place)
 
     def keep_gradients(self) -> None:
-        """Keep the gradients that the module did not reset before the first backward pass; the step adds them."""
+        """Keep gradients that the module has not reset: they count once in the step, not in each virtual rank."""
         for sums in self.sums:
             sums.keep_gradients()
 
-    @contextmanager
-    def one_pass(self, place: int) -> Iterator[None]:
-        """Return a context for the forward and the backward pass of the virtual rank `own[place]`."""
-        sums = self.sums[-1]  # a pipeline's schedule computes the others, the stages
-        sums.copy_buffers()
-        yield
-        sums.add_buffers(place)
-        sums.add_gradients(place)
-
-    @timed_communication()
-    @torch.no_grad()
     def finish(self, rows: Tensor) -> Tensor:
-        """Set the gradients and buffers of the step; return the rows of all virtual ranks, (virtual ranks, n).
+        """End the passes of the step, and set its gradients and buffers; return the rows of all virtual ranks.
 
         Every process must call it, with a row for each own virtual rank: n numbers, of which the first is its loss.
         """
-        table = rows.new_zeros(self.count, rows.shape[1])
-        table[self.own.start : self.own.stop : self.own.step] = rows
+        self.trainer.random_numbers.end_virtual_ranks(self.trainer, self.step)
+        self.trainer.virtual_metrics.leave()
+        return self._add_over_processes(rows)
+
+    @timed_communication()
+    @torch.no_grad()
+    def _add_over_processes(self, rows: Tensor) -> Tensor:
+        table = rows.new_zeros(self.count, -(-rows.shape[1] // LOGGED_COLUMNS) * LOGGED_COLUMNS)
+        table[self.own.start : self.own.stop : self.own.step, : rows.shape[1]] = rows
         integers = [table.view(torch.int64).flatten(), *(sums.exchanged_integers(table.device) for sums in self.sums)]
         if len(self.of_processes) > 1:
             # A number is zero in all processes but one, so that the sum of its bits is exact.
@@ -201,3 +215,16 @@ def _has_mean(buffer: Tensor) -> bool:
 
 def _shapes(buffers: Sequence[tuple[nn.Module, str, Tensor]]) -> set[tuple[nn.Module, str, torch.Size]]:
     return {(part, name, buffer.shape) for part, name, buffer in buffers}
+
+
+def without_collectives(strategy: Any) -> Any:
+    """Return a context in which a step that communicates ends in a UserError: other ranks have not come so far."""
+    return collectives_replaced(strategy, _refuse)
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise UserError(
+        "bit_exact=true computes the virtual ranks one by one, and a step of the module communicates between ranks "
+        "(all_gather, reduce): log with sync_dist=True instead. For a loss over the samples of all ranks set "
+        "bit_exact=false, and gather whatever trainer.world_size is, which is 1 there on any hardware"
+    )

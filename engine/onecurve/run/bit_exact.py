@@ -11,7 +11,7 @@ import torch
 
 from onecurve.network.tensors import to_local
 from onecurve.parallel.gradients import clip_by_norm_over
-from onecurve.run.step import without_collectives
+from onecurve.parallel.virtual_ranks import without_collectives
 
 _VARIABLE = "OMP_NUM_THREADS"
 _GIVEN_THREADS = os.environ.get(_VARIABLE, "1")  # before a fit of this process, which may have set it

@@ -7,18 +7,17 @@ The parts are micro-batches, whose gradients add up in place; or the virtual ran
 (`onecurve/parallel/virtual_ranks.py`). The mean loss of a rank that has more or fewer samples than others is weighted
 by them, so that the mean over the ranks is that of the samples.
 
-In a step these follow each other: the objects of the passes are made; for each part its context begins, which tells
-the data and the random numbers what part it is, then come the forward pass, in the first part the reset of the
-gradients, and the backward pass; at the end the passes are finished, the hook `on_before_zero_grad` is called, and what
-the passes have logged is logged once.
+In a step these follow each other: for each part its context begins, which tells the data and the random numbers what
+part it is, then come the forward pass, in the first part the reset of the gradients, and the backward pass; at the end
+the gradients are added or averaged, the hook `on_before_zero_grad` is called, and what the passes have logged is logged
+once. Lightning then clips the gradients, with `bit_exact` by a norm of `onecurve/run/bit_exact.py`.
 """
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 from unittest import mock
 
-import torch.nn.functional as F
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import LBFGS
@@ -32,54 +31,55 @@ from onecurve.observe.steps import is_checked_step, is_log_point, trained_steps
 from onecurve.parallel.batch_norm import grouped_norms
 from onecurve.parallel.virtual_ranks import VirtualRanks
 from onecurve.patches.lightning_loops import Closure, ClosureResult, Optimization, results_of
-from onecurve.process.gather import collectives_replaced
 from onecurve.random.random_functions import sample_random
 from onecurve.run.logged_values import PassLog, have_equal_names
 
-LOGGED_COLUMNS = 64  # processes exchange tables with a multiple of so many columns, also if they log different values
-
 
 class StepInParts(Optimization):
-    """Runs `training_step` and the backward pass for each part; Lightning goes on with clipping and the optimizer."""
+    """Runs `training_step` and the backward pass for each part; Lightning goes on with clipping and the optimizer.
+
+    It has no constructor: `replace_parts` of `onecurve/patches/lightning_loops.py` gives this class to an object that
+    Lightning has made.
+    """
 
     checked_module: Any = None  # whose first steps were checked
     checked_steps = 0
+    named: set[str]  # the attributes that these checks have named
 
     def make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
         data = self.trainer.datamodule
-        if not data.bit_exact:
-            self.trainer.buffer_check.begin_step(self.trainer)
-        results = results_of(self.trainer.fit_loop.epoch_loop)
-        takes_weights = getattr(self.trainer.lightning_module, "takes_batch", False)
-        # Equal for all parts of a rank in a step. `OrderedData` gives it to the samples of a module that takes weights.
-        weight = 1.0 if takes_weights else data.parts[0].weight
-        results.rank_weight = weight
-        results.num_samples = sum(len(part.sample_index) for part in data.parts)
+        weight = self._begin_step()
         shares_loss = isinstance(optimizer, LBFGS) and data.parallel.dp_size > 1
         if len(data.parts) == 1 and not data.bit_exact and weight == 1 and not shares_loss:
             return super().make_closure(kwargs, optimizer, batch_idx)
         return Closure(lambda: self._compute(kwargs, optimizer, batch_idx, weight))
 
-    def _compute(self, kwargs: Any, optimizer: Any, step: int, weight: float) -> ClosureResult:
-        """Compute the parts; return the mean loss, and what `training_step` returned besides.
-
-        The loss of each part counts by `weight` in the mean over the ranks.
-        """
+    def _begin_step(self) -> float:
+        """Let checks and logs know the step; return the weight of this rank's losses in the mean over the ranks."""
         trainer, data = self.trainer, self.trainer.datamodule
-        outputs, log = list[Any](), PassLog(trainer.strategy.root_device)
+        if not data.bit_exact:
+            trainer.buffer_check.begin_step(trainer)
+        takes_batch = getattr(trainer.lightning_module, "takes_batch", False)
+        # Equal for all parts of a rank in a step. `OrderedData` gives it to the samples of a module that takes batches.
+        weight = 1.0 if takes_batch else data.parts[0].weight
         results = results_of(trainer.fit_loop.epoch_loop)
-        plugin, module = trainer.precision_plugin, trainer.lightning_module
-        backward = self.backward_pass(optimizer)
+        results.rank_weight = weight
+        results.num_samples = sum(len(part.sample_index) for part in data.parts)
+        return weight
+
+    def _compute(self, kwargs: Any, optimizer: Any, step: int, weight: float) -> ClosureResult:
+        """Compute the parts; return the mean loss, and what `training_step` returned besides."""
+        trainer, data = self.trainer, self.trainer.datamodule
+        log, outputs = PassLog(trainer.strategy.root_device), list[Any]()
+        results, backward = results_of(trainer.fit_loop.epoch_loop), self.backward_pass(optimizer)
         divisor = data.virtual_ranks if data.bit_exact else data.accumulate  # parts of a batch that add up to its mean
-        hidden = self._begin_check(module, data.bit_exact, step)
-        kept = _gradients_for_hooks(trainer)
-        passes = _VirtualRankPasses(trainer, step) if data.bit_exact else _MicroBatchPasses(trainer)
+        hidden, kept = self._begin_check(step), _gradients_for_hooks(trainer)
+        passes = _passes_of(trainer, step)
         # `post_backward` calls `on_after_backward`, which waits for the complete gradient.
-        with mock.patch.object(plugin, "post_backward", lambda loss, module: loss.detach()):
+        with mock.patch.object(trainer.precision_plugin, "post_backward", lambda loss, module: loss.detach()):
             for index, part in enumerate(data.parts):
-                with passes.one_pass(index, part), timed_computation():
-                    with results.divert(log):
-                        output = self.forward_pass(kwargs | {"batch": part.batch})
+                with passes.one_pass(index, part), timed_computation(), results.divert(log):
+                    output = self.forward_pass(kwargs | {"batch": part.batch})
                     if hidden is not None:
                         hidden.end_forward(index)
                     if index == 0:
@@ -87,8 +87,7 @@ class StepInParts(Optimization):
                             self.reset_gradients(step, optimizer)
                         passes.keep_gradients()
                     if backward and output.closure_loss is not None:
-                        with results.divert(log):
-                            backward(output.closure_loss * weight / divisor)
+                        backward(output.closure_loss * weight / divisor)
                 log.end_pass(output.loss)
                 outputs.append(output.extra)
         data.use_samples_of_hooks()
@@ -96,26 +95,51 @@ class StepInParts(Optimization):
         if backward:  # not within the first pass: the others would see what the hook changes, such as an average
             with _gradients_replaced(kept):
                 self.call_before_reset(optimizer)
-        with plugin.forward_context():  # a metric that Lightning moves to the device takes the default type
-            log.log(results, table, is_complete=data.bit_exact)
-        loss = log.mean_loss(table)
-        if loss is not None:
-            plugin.post_backward(loss, module)
-            if isinstance(optimizer, LBFGS) and not data.bit_exact:  # it decides by the loss, on all ranks alike
-                loss = trainer.strategy.reduce(loss * weight)
+        loss = self._end_step(log, table, optimizer, weight)
         return ClosureResult(loss, extra=outputs[0] if data.bit_exact else join(outputs, data.parts))
 
-    def _begin_check(self, module: Any, bit_exact: bool, batch_idx: int) -> HiddenStateCheck | None:
+    def _end_step(self, log: PassLog, table: Tensor, optimizer: Any, weight: float) -> Tensor | None:
+        """Log once what the passes have logged, and call `on_after_backward`; return the mean loss."""
+        trainer, plugin, bit_exact = self.trainer, self.trainer.precision_plugin, self.trainer.datamodule.bit_exact
+        if bit_exact:
+            self._check_names(table)
+        with plugin.forward_context():  # a metric that Lightning moves to the device takes the default type
+            log.log(results_of(trainer.fit_loop.epoch_loop), table, is_complete=bit_exact)
+        loss = log.mean_loss(table)
+        if loss is not None:
+            plugin.post_backward(loss, trainer.lightning_module)
+            if isinstance(optimizer, LBFGS) and not bit_exact:  # it decides by the loss, on all ranks alike
+                loss = trainer.strategy.reduce(loss * weight)
+        return loss
+
+    def _check_names(self, table: Tensor) -> None:
+        # At other steps a GPU's host need not wait.
+        should_check = table.is_cpu or is_log_point(self.trainer, trained_steps(self.trainer) + 1)
+        if should_check and not have_equal_names(table):
+            raise UserError(
+                "bit_exact=true: training_step logs other names, or returns None, for some virtual ranks only: let it "
+                "log the same names and return a loss for each of them"
+            )
+
+    def _begin_check(self, step: int) -> HiddenStateCheck | None:
         """Return a check for what a pass changes unseen, in the first two steps of an epoch and some others.
 
         What the first one makes, as an average of weights that begins as a copy of them, changes in the second. Weights
         that are frozen for some epochs, and normalized in each step, change when they train.
         """
+        module = self.trainer.lightning_module
         if self.checked_module is not module:
             self.checked_module, self.checked_steps, self.named = module, 0, set[str]()
         self.checked_steps += 1
-        is_due = batch_idx < 2 or is_checked_step(self.checked_steps)
-        return HiddenStateCheck(module, bit_exact, self.named) if is_due else None
+        is_due = step < 2 or is_checked_step(self.checked_steps)
+        return HiddenStateCheck(module, self.trainer.datamodule.bit_exact, self.named) if is_due else None
+
+
+def _passes_of(trainer: Any, step: int) -> Any:
+    """Return what computes the parts of a step: its micro-batches, or the virtual ranks as the strategy holds them."""
+    if not trainer.datamodule.bit_exact:
+        return _MicroBatchPasses(trainer)
+    return getattr(trainer.strategy, "virtual_rank_passes", VirtualRanks)(trainer, step)
 
 
 def _gradients_for_hooks(trainer: Any) -> dict[nn.Parameter, Tensor | None]:
@@ -168,56 +192,3 @@ class _MicroBatchPasses:
     def finish(self, rows: Tensor) -> Tensor:
         """Return the rows of the table of logged values."""
         return rows
-
-
-class _VirtualRankPasses:
-    """Computes the virtual ranks of this process; the strategy adds their gradients over all processes."""
-
-    def __init__(self, trainer: Any, step: int) -> None:
-        self.trainer, self.step = trainer, step
-        self.random, self.metrics = trainer.random_numbers, trainer.virtual_metrics
-        self.virtual = getattr(trainer.strategy, "virtual_rank_passes", VirtualRanks)(trainer)
-        self.virtual.begin(trainer.datamodule.parts, step, self._begin_part)
-
-    @contextmanager
-    def one_pass(self, index: int, part: StepPart) -> Iterator[None]:
-        """Compute a virtual rank, which draws its own random numbers."""
-        self._begin_part(self.virtual.own[index], part)
-        with without_collectives(self.trainer.strategy), self.virtual.one_pass(index):
-            yield
-
-    def keep_gradients(self) -> None:
-        """Keep gradients that the module does not reset: they count once in the step, not in each virtual rank."""
-        self.virtual.keep_gradients()
-
-    def finish(self, rows: Tensor) -> Tensor:
-        """Return the rows of all virtual ranks, when the gradients are complete."""
-        self.random.end_virtual_ranks(self.trainer, self.step)
-        self.metrics.leave()
-        table = self.virtual.finish(F.pad(rows, (0, -rows.shape[1] % LOGGED_COLUMNS)))
-        # At other steps a GPU's host need not wait.
-        should_check = table.is_cpu or is_log_point(self.trainer, trained_steps(self.trainer) + 1)
-        if should_check and not have_equal_names(table):
-            raise UserError(
-                "bit_exact=true: training_step logs other names, or returns None, for some virtual ranks only: let it "
-                "log the same names and return a loss for each of them"
-            )
-        return table
-
-    def _begin_part(self, virtual_rank: int, part: StepPart) -> None:
-        self.trainer.datamodule.use_samples_of(part)
-        self.metrics.enter(virtual_rank)
-        self.random.begin_virtual_rank(self.trainer, self.step, virtual_rank)
-
-
-def without_collectives(strategy: Any) -> Any:
-    """Return a context in which a step that communicates ends in a UserError: other ranks have not come so far."""
-    return collectives_replaced(strategy, _refuse)
-
-
-def _refuse(*_: Any, **__: Any) -> NoReturn:
-    raise UserError(
-        "bit_exact=true computes the virtual ranks one by one, and a step of the module communicates between ranks "
-        "(all_gather, reduce): log with sync_dist=True instead. For a loss over the samples of all ranks set "
-        "bit_exact=false, and gather whatever trainer.world_size is, which is 1 there on any hardware"
-    )

@@ -20,10 +20,10 @@ from onecurve.parallel.batch_norm import ranks_that_share
 from onecurve.parallel.compatibility import check_can_be_bit_exact
 from onecurve.parallel.norm_groups import check_groups
 from onecurve.parallel.tree_sum import buckets, nodes_of
+from onecurve.parallel.virtual_ranks import LOGGED_COLUMNS
 from onecurve.patches.torch import AnyBatchNorm, ddp_buckets
 from onecurve.process.rank import cores_per_rank
 from onecurve.run.bit_exact import num_threads
-from onecurve.run.step import LOGGED_COLUMNS
 
 _BUCKETS = [1 << 20, 25 << 20]  # bytes of DistributedDataParallel's first bucket, and of the others
 _HOOKS = {None: 1.0, "fp16": 0.5, "bf16": 0.5}  # the bytes of a float32 gradient under them, as a fraction

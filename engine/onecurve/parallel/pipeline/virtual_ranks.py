@@ -1,8 +1,9 @@
 """The virtual ranks of a pipeline, which are its micro-batches."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -23,6 +24,10 @@ class StageRanks(VirtualRanks):
     `training_step` runs twice: up to its call of the network, for the inputs of the schedule, and as a whole.
     """
 
+    def __init__(self, trainer: Any, step: int) -> None:
+        super().__init__(trainer, step)
+        self._outputs = self._run_schedule()
+
     def networks(self) -> Sequence[Sequence[nn.Module]]:
         """Return the modules of each own stage, and those outside of the network."""
         module = self.trainer.lightning_module
@@ -30,12 +35,14 @@ class StageRanks(VirtualRanks):
         outside = [part for part in module.modules() if part not in of_network]
         return [*(list(stage.modules()) for stage in self.trainer.strategy.own_stages.values()), outside]
 
-    def begin(self, parts: Sequence[StepPart], step: int, begin_part: Callable[[int, StepPart], None]) -> None:
-        strategy, inputs, keys = self.trainer.strategy, list[Tensor](), list[Tensor]()
+    def _run_schedule(self) -> Sequence[Tensor]:
+        """Compute the passes of the network; return the outputs of each own virtual rank."""
+        strategy, parts = self.trainer.strategy, self.trainer.datamodule.parts
+        inputs, keys = list[Tensor](), list[Tensor]()
         with strategy.precision_plugin.train_step_context():
-            for number, part in zip(self.own, parts, strict=True):
-                begin_part(number, part)
-                inputs.append(input_of_network(self.trainer.lightning_module, part.batch, step))
+            for place, part in enumerate(parts):
+                self.begin_pass(place, part)
+                inputs.append(input_of_network(self.trainer.lightning_module, part.batch, self.step))
                 check_shape(inputs[-1], strategy.sent[0][0], is_trained=True)
                 keys.append(sample_random.keys)
             for stage, sums in zip(strategy.own_stages.values(), self.sums[:-1], strict=True):
@@ -47,14 +54,14 @@ class StageRanks(VirtualRanks):
                 batches = [part.batch for part in parts]
                 outputs = strategy.run_schedule(torch.cat(inputs), batches, self.count, torch.stack(keys))
             sample_random.check()
-        self._outputs = outputs.chunk(len(self.own))
+        return outputs.chunk(len(self.own))
 
     @contextmanager
-    def one_pass(self, place: int) -> Iterator[None]:
+    def one_pass(self, place: int, part: StepPart) -> Iterator[None]:
         strategy = self.trainer.strategy
         forward = partial(strategy.return_scheduled, self._outputs[place])
         # Of the modules outside of `net`. An error ends it, too: a script may catch that, and evaluate.
-        with mock.patch.object(strategy, "training_forward", forward), super().one_pass(place):
+        with mock.patch.object(strategy, "training_forward", forward), super().one_pass(place, part):
             yield
 
     def finish(self, rows: Tensor) -> Tensor:
