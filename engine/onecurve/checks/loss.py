@@ -68,7 +68,7 @@ class _Pass(NamedTuple):
     weights: dict[str, float]  # that it has added to each MeanMetric
 
 
-class DivisionCheck(L.Callback):
+class LossCheck(L.Callback):
     """Refuses a module that is another experiment on each number of processes or micro-batches.
 
     It compares the loss of some samples with the mean of those of their halves, in evaluation mode; and the slopes of

@@ -216,9 +216,9 @@ class Division:
     has_pairs: bool = False
 
     def layouts(self, batch_size: int) -> list[BatchLayout]:
-        """Return the layouts of a global batch: one of this rank, or one of each of its virtual ranks.
+        """Return the layout that this rank has of a global batch.
 
-        Those are the ranks of a larger run.
+        With `bit_exact` there is one for each own virtual rank: that of a rank of a run on `virtual_ranks` processes.
         """
         if not self.bit_exact:
             return [BatchLayout(batch_size, self.parallel, self.accumulate, self.virtual_ranks, self.has_pairs)]
@@ -260,7 +260,7 @@ class Division:
 
     @property
     def num_parts(self) -> int:
-        """Number of parts of a global batch that this rank computes."""
+        """Number of parts of a global batch that this rank computes; `bit_exact` is refused with accumulation."""
         return len(self.own_virtual_ranks) if self.bit_exact else self.accumulate
 
     @property

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-_DTYPES = {"64": "float64", "16": "float16", "bf16": "bfloat16"}
+_DTYPES = {"64": "float64", "32": "float32", "None": "float32", "16": "float16", "bf16": "bfloat16"}
 
 
-def dtype_name(precision: Any) -> str:
-    """Return the type in which matrices are multiplied, as torch names it."""
-    return _DTYPES.get(str(precision).partition("-")[0], "float32")
+def dtype_name(precision: Any) -> str | None:
+    """Return the type in which matrices are multiplied, as torch names it; None for others than those of torch."""
+    return _DTYPES.get(str(precision).partition("-")[0])
 
 
 def is_double(precision: Any) -> bool:

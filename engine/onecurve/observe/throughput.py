@@ -143,11 +143,14 @@ def flops_per_sample(net: Any, input_shape: tuple[int, ...]) -> float | None:
 
 
 def peak_flops(trainer: L.Trainer, module: L.LightningModule) -> float | None:
-    """Return the peak FLOP/s of a device in the precision of the run, or None if Lightning does not list it.
+    """Return the peak FLOP/s of a device in the precision of the run, or None if Lightning lists none.
 
     cuDNN convolves float32 in TF32 by default, but matrix products are exact by default.
     """
-    dtype = getattr(torch, dtype_name(trainer.precision))
+    name = dtype_name(trainer.precision)
+    if name is None:
+        return None
+    dtype = getattr(torch, name)
     convolves = any(isinstance(part, nn.Conv2d) for part in module.modules())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning warns if it does not list the device

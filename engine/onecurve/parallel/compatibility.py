@@ -96,8 +96,8 @@ def check_callbacks(trainer: L.Trainer) -> None:
             raise UserError("ModelPruning compares all weights, of which a rank here has a part: take strategy=ddp")
 
 
-def check_division(trainer: Any, module: L.LightningModule) -> None:
-    """Check that the steps of a `onecurve.Trainer` can be divided into micro-batches, or virtual ranks one by one."""
+def check_can_divide_steps(trainer: Any, module: L.LightningModule) -> None:
+    """Check that steps can be divided among the started processes, into micro-batches, or virtual ranks one by one."""
     accumulate, devices = trainer.accumulate, trainer.num_devices * trainer.num_nodes
     started = int(os.environ["WORLD_SIZE"]) if started_by() == "torchrun" else devices
     if started != devices:

@@ -154,7 +154,7 @@ class DDP(DDPStrategy):
             )
 
     def configure_ddp(self) -> None:
-        """Wrap the module, and register the hook; of virtual ranks `VirtualRanks` adds the gradients."""
+        """Wrap the module, and register the hook; with `bit_exact` do nothing: `VirtualRanks` adds the gradients."""
         if self.is_bit_exact:
             return
         module = cast(nn.Module, self.lightning_module)

@@ -1,4 +1,7 @@
-"""Averaging and clipping of gradients over a process group, for strategies whose wrapper does not: DDP and FSDP do."""
+"""Averaging and clipping of gradients over a process group, for strategies whose wrapper does not: DDP and FSDP do.
+
+With `bit_exact`, `BitExactness` of `onecurve/run/bit_exact.py` lets every strategy clip by `clip_by_norm_over`.
+"""
 
 from collections.abc import Iterable
 

@@ -22,7 +22,7 @@ class RandomNumbers(L.Callback):
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._dropouts: list[SampleDropout] = []
-        self._step = 0  # of the epoch; in an evaluation the number of the loader
+        self._step_or_loader = 0  # the step of the epoch; in an evaluation the number of the loader
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Seed the weights that the module makes in `setup` and `configure_model`."""
@@ -48,7 +48,7 @@ class RandomNumbers(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._step = batch_idx
+        self._step_or_loader = batch_idx
         self._begin(trainer, self._seed(drawing_epoch(trainer), batch_idx))
         begin_step(self._dropouts)
         self._set_keys()
@@ -100,7 +100,7 @@ class RandomNumbers(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         # The number of a batch depends on the accumulation, the keys do not.
-        self._step = dataloader_idx
+        self._step_or_loader = dataloader_idx
         shared = self._seed(drawing_epoch(trainer), dataloader_idx)
         self._begin(trainer, shared)
         begin_step(self._dropouts)
@@ -145,4 +145,4 @@ class RandomNumbers(L.Callback):
 
     def _keys(self, trainer: L.Trainer, samples: Tensor) -> Tensor:
         """Return the keys of (n,) samples in the present step, (n,): a sample may come again in other steps."""
-        return hash_ints(self.seed, drawing_epoch(trainer), self._step, samples)
+        return hash_ints(self.seed, drawing_epoch(trainer), self._step_or_loader, samples)

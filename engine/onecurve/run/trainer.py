@@ -25,7 +25,7 @@ from onecurve.checkpoint.begun_epoch import BegunEpoch
 from onecurve.checkpoint.io import AtomicCheckpointIO
 from onecurve.checkpoint.resumption import ExactResumption
 from onecurve.checks.divergence import FiniteCheck
-from onecurve.checks.loss import DivisionCheck
+from onecurve.checks.loss import LossCheck
 from onecurve.checks.replicas import BufferCheck, GatheredWeightCheck, ReplicaCheck
 from onecurve.checks.schedules import ScheduleCheck
 from onecurve.checks.unsaved_state import UnsavedStateCheck
@@ -34,7 +34,7 @@ from onecurve.data.ordered_data import OrderedData
 from onecurve.errors import CheckpointUserError, UserError
 from onecurve.network.precision import is_double
 from onecurve.observe.csv import CSVLogger
-from onecurve.parallel.compatibility import check_callbacks, check_can_train, check_division, resolve_strategy
+from onecurve.parallel.compatibility import check_callbacks, check_can_divide_steps, check_can_train, resolve_strategy
 from onecurve.parallel.norm_groups import NormGroups
 from onecurve.patches.lightning_loops import leave_signals_alone, replace_parts, steps_of_loggers
 from onecurve.process.rank import log_script, resolve_devices, shorten_user_errors, tune_malloc
@@ -203,7 +203,7 @@ class Trainer(L.Trainer):
             self._recorder,
             ExactResumption(),  # before MetricStates and LoopChanges, which read the position that it saves
             Attributes(),
-            *([BitExactness(), self.virtual_metrics] if self.virtual_metrics else [self.buffer_check, DivisionCheck()]),
+            *([BitExactness(), self.virtual_metrics] if self.virtual_metrics else [self.buffer_check, LossCheck()]),
             ReplicaCheck(),
             GatheredWeightCheck(),
             MetricSync(),
@@ -354,7 +354,7 @@ class Trainer(L.Trainer):
             )
         self.precision_plugin.convert_module(module)
         use_sample_dropout(module)
-        check_division(self, module)
+        check_can_divide_steps(self, module)
         check_can_train(self.strategy, module)
         check_callbacks(self)
         arguments.check_callbacks_are_possible(arguments.named(module.configure_callbacks()))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 from torchmetrics import MeanMetric
 
-from onecurve.checks.loss import DivisionCheck
+from onecurve.checks.loss import LossCheck
 from onecurve.data.layout import DataParallelInfo
 from onecurve.errors import UserError
 from onecurve.run.experiment import assemble, run_experiment
@@ -292,7 +292,7 @@ class Momentum(Vectors):
 def test_each_pass_of_the_check_begins_with_the_same_module(folder: Path) -> None:
     words = [*OWN, f"+module._target_={__name__}.Momentum"]
     trainer, module, data = assemble(compose(folder, *words))
-    check = next(callback for callback in trainer.callbacks if isinstance(callback, DivisionCheck))
+    check = next(callback for callback in trainer.callbacks if isinstance(callback, LossCheck))
     check.is_always_due = True  # on one process, which has no passes that begin anew
     trainer.fit(module, datamodule=data)
     assert check.result.endswith("samples is the mean of those of their halves")
@@ -433,8 +433,8 @@ class MeansOfItsOwn(Vectors):
 
 def test_means_of_other_kinds_end_no_check(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     words = [*OWN, f"+module._target_={__name__}.MeansOfItsOwn", *DIVIDED[1]]
-    check = DivisionCheck._warn_of_batch_means
-    with mock.patch.object(DivisionCheck, "_warn_of_batch_means", autospec=True, side_effect=check) as warn:
+    check = LossCheck._warn_of_batch_means
+    with mock.patch.object(LossCheck, "_warn_of_batch_means", autospec=True, side_effect=check) as warn:
         fit(compose(folder, *words))
     assert warn.called  # a step that fails is not checked
     assert "MeanMetric" not in caplog.text
@@ -524,5 +524,5 @@ def test_manual_optimization_is_named(caplog: pytest.LogCaptureFixture) -> None:
     data = SimpleNamespace(**parts, has_one_size=True, evaluates=lambda name: False)
     module = BoringModel()
     module.automatic_optimization = False
-    DivisionCheck().on_fit_start(cast(Any, SimpleNamespace(datamodule=data)), module)
+    LossCheck().on_fit_start(cast(Any, SimpleNamespace(datamodule=data)), module)
     assert "the module optimizes manually; if one does not, each number of processes is another run" in caplog.text

@@ -195,11 +195,11 @@ def check_data(cfg: DictConfig) -> str:
     return f"{source.description}: {len(labels)} test images"
 
 
-def check_division(cfg: DictConfig) -> str:
+def check_loss(cfg: DictConfig) -> str:
     """Train one step on a CPU, and check whether the module would learn the same on several devices."""
     if cfg.bit_exact or not cfg.fit or detect_cluster_environment():
         return "not checked: with bit_exact=true, without training, or under torchrun or srun"
-    from onecurve.checks.loss import DivisionCheck  # late, since they import Lightning
+    from onecurve.checks.loss import LossCheck  # late, since they import Lightning
     from onecurve.extras.one_process import on_one_process
     from onecurve.run.experiment import assemble
 
@@ -210,7 +210,7 @@ def check_division(cfg: DictConfig) -> str:
         logging.disable(logging.WARNING)  # the lines of a run
         try:
             trainer, module, data = assemble(one)
-            (check,) = [callback for callback in trainer.callbacks if isinstance(callback, DivisionCheck)]
+            (check,) = [callback for callback in trainer.callbacks if isinstance(callback, LossCheck)]
             check.is_always_due = True
             if module.automatic_optimization and not getattr(module, "takes_batch", False):  # a step may take long
                 trainer.fit(module, datamodule=data)
@@ -263,7 +263,7 @@ def check_all_reduce(cfg: DictConfig) -> str:
     return f"{place}, {size / 2**20:.0f} MiB in {1e3 * seconds:.1f} ms, {bandwidth / 1e9:.2f} GB/s"
 
 
-_LOCAL = (check_versions, check_devices, check_slurm, check_disk, check_saving, check_data, check_division, check_wandb)
+_LOCAL = (check_versions, check_devices, check_slurm, check_disk, check_saving, check_data, check_loss, check_wandb)
 CHECKS: dict[str, Check] = {
     check.__name__.removeprefix("check_").replace("_", "-"): check for check in (*_LOCAL, check_all_reduce)
 }

@@ -30,7 +30,7 @@ _COPIED = 1 << 25  # bytes of the tensor whose copy is timed
 _REPEATS = 20
 _EFFICIENCY = 0.5  # fraction of its peak that a device reaches in large operations; assumed
 _LAUNCH = 5e-6  # seconds of a device's shortest operation; assumed
-_RATES = {"float64": "fp64", "bfloat16": "bf16", "float16": "bf16"}
+_RATES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
 
 
 @dataclass
@@ -64,8 +64,10 @@ class Hardware:
 
     def operation_seconds(self, flops: float, nbytes: float, is_convolution: bool, precision: str) -> float:
         """Return the seconds of an operation by the roofline model (Williams, Waterman and Patterson, 2009)."""
+        dtype = dtype_name(precision)
         assert self.tflops
-        rate = self.tflops[_RATES.get(dtype_name(precision), "tf32" if is_convolution else "fp32")] * 1e12 * _EFFICIENCY
+        assert dtype  # one of torch's, in which the CPU has trained for the profile
+        rate = self.tflops["tf32" if is_convolution and dtype == "float32" else _RATES[dtype]] * 1e12 * _EFFICIENCY
         return max(flops / rate, self.copy_seconds(nbytes), _LAUNCH)
 
 

@@ -61,12 +61,12 @@ VECTORS += ["+module._target_=tests.support.habits.Vectors"]
     ],
 )
 def test_loss_check(kind: str, message: str, folder: Path) -> None:
-    assert re.match(message, finding("division", cfg=compose(folder, *VECTORS, f"+module.kind={kind}")))
+    assert re.match(message, finding("loss", cfg=compose(folder, *VECTORS, f"+module.kind={kind}")))
     assert not folder.exists()
 
 
-def test_division_of_weighted_batches(small: list[str], folder: Path) -> None:
-    assert finding("division", cfg=compose(folder, *small, "model=mlp")).startswith("ok: not checked: the module takes")
+def test_loss_of_weighted_batches(small: list[str], folder: Path) -> None:
+    assert finding("loss", cfg=compose(folder, *small, "model=mlp")).startswith("ok: not checked: the module takes")
 
 
 def test_data_without_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
