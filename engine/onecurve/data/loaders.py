@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from onecurve.data.batch import StepParts, combine
-from onecurve.data.batch_samplers import EvaluationBatches, TrainingBatches, apply_limit
 from onecurve.data.layout import DataParallelInfo, Division, alone
+from onecurve.data.limits import apply_limit
 from onecurve.data.orders import has_batch_sampler, length_of, order_of, sampler_of
+from onecurve.data.rank_batches import EvaluationBatches, TrainingBatches
 from onecurve.data.rank_loader import (
     RankLoader,
     check_repeatable,

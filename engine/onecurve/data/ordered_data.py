@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from onecurve.data.batch import Batch, StepPart, StepParts, batch_of_hooks, combine, constant_weights
-from onecurve.data.batch_samplers import total_steps
 from onecurve.data.layout import BatchLayout, DataParallelInfo, Division, alone
+from onecurve.data.limits import total_steps
 from onecurve.data.loaders import EvaluationLoaders, TrainingLoaders, loaders_of
 from onecurve.data.module_data import ModuleTrainer, OneProcess
 from onecurve.data.rank_loader import examples

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, default_collate, get_worker_info
 
 from onecurve.data.batch import StepParts, as_part
-from onecurve.data.batch_samplers import EvaluationBatches, TrainingBatches
 from onecurve.data.orders import has_batch_sampler, is_repeatable, length_of, order_of, sampler_of
+from onecurve.data.rank_batches import EvaluationBatches, TrainingBatches
 from onecurve.errors import UserError
 from onecurve.network.object_state import are_equal, digest_of
 from onecurve.patches.torch import leaves_with_paths, tree_leaves

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from onecurve.checkpoint.io import is_plain
 from onecurve.data.batch import StepParts, as_part
-from onecurve.data.batch_samplers import EpochStart
 from onecurve.data.layout import alone
+from onecurve.data.rank_batches import EpochStart
 from onecurve.data.rank_loader import collate_function, disables_batching, errors_of_workers, worker_options
 from onecurve.errors import UserError
 from onecurve.network.object_state import are_equal, attributes_of, digest_of, is_dense, walk

@@ -25,10 +25,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from onecurve.data.batch_samplers import TrainingBatches
 from onecurve.data.layout import Division
 from onecurve.data.ordered_data import OrderedData
 from onecurve.data.orders import order_of
+from onecurve.data.rank_batches import TrainingBatches
 from onecurve.data.rank_loader import RankLoader
 from onecurve.errors import UserError
 from onecurve.identity.fingerprint import _bytes_of

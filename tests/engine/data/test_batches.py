@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from onecurve.data.batch_samplers import EpochStart, EvaluationBatches, TrainingBatches
 from onecurve.data.layout import DataParallelInfo, Division
+from onecurve.data.rank_batches import EpochStart, EvaluationBatches, TrainingBatches
 from onecurve.errors import UserError
 
 GIVEN = [torch.tensor([5, 6, 7, 8]), torch.tensor([9, 0]), torch.tensor([1, 2, 3])]  # of one epoch

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from onecurve.data.batch_samplers import apply_limit, total_steps
+from onecurve.data.limits import apply_limit, total_steps
 from onecurve.errors import UserError
 
 OPTION = "trainer.limit_train_batches"

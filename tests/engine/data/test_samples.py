@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from onecurve.data import rank_loader
-from onecurve.data.batch_samplers import EvaluationBatches
 from onecurve.data.layout import DataParallelInfo
+from onecurve.data.rank_batches import EvaluationBatches
 from onecurve.data.rank_loader import RankLoader, SampleAxis, SeededSamples, fetches_batches, find_sample_axis
 from onecurve.errors import UserError
 from onecurve.random.hashing import hash_ints

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from onecurve.data.batch_samplers import TrainingBatches
 from onecurve.data.layout import Division
+from onecurve.data.rank_batches import TrainingBatches
 from onecurve.data.rank_loader import RankLoader
 from onecurve.data.streams import StreamLoader
 

@@ -164,7 +164,7 @@ def test_code_of_the_engine_counts_where_it_computes_the_experiment(monkeypatch:
 
     monkeypatch.setattr(module, "_imports_and_code", record)
     code_version(["src.models.classifier.ImageClassifier", "onecurve.data.ordered_data.OrderedData"])
-    assert {"onecurve.run.module", "onecurve.data.batch_samplers", "src.models.classifier"} <= {*names}
+    assert {"onecurve.run.module", "onecurve.data.rank_batches", "src.models.classifier"} <= {*names}
     assert all(name.startswith(("src.models.", "src.data.", *module._ENGINE)) for name in names)
 
 

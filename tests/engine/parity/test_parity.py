@@ -17,8 +17,8 @@ import torch
 from omegaconf import DictConfig
 from torch.nn.parallel import DistributedDataParallel
 
-from onecurve.data.batch_samplers import TrainingBatches
 from onecurve.data.layout import BatchLayout
+from onecurve.data.rank_batches import TrainingBatches
 from onecurve.parallel.batch_norm import GroupedBatchNorm
 from onecurve.parallel.ddp import DDP
 from onecurve.parallel.pipeline.schedules import SCHEDULES

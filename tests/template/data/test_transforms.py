@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from onecurve.data.batch_samplers import TrainingBatches
 from onecurve.data.layout import DataParallelInfo, Division
+from onecurve.data.rank_batches import TrainingBatches
 from onecurve.data.rank_loader import RankLoader
 from onecurve.errors import UserError
 from onecurve.random.hashing import permutation

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from onecurve.data.batch_samplers import EvaluationBatches, TrainingBatches
 from onecurve.data.layout import BatchLayout, DataParallelInfo, Division
+from onecurve.data.rank_batches import EvaluationBatches, TrainingBatches
 from onecurve.errors import UserError
 from onecurve.random.hashing import permutation
 

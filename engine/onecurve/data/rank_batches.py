@@ -1,8 +1,7 @@
-"""Samplers of each process, and limits of steps and samples: the same global batches for any number of processes.
+"""The batches of one rank in an epoch or an evaluation: a part of the same global batches on any number of processes.
 
-Lightning counts its limits in batches of a rank, whose size depends on the number of ranks.
-
-Here a sample has a position in its global batch, a place in the order of its epoch, and an index in the dataset.
+A sample has a position in its global batch, a place in the order of its epoch (`orders.py`), and an index in the
+dataset.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -145,44 +144,3 @@ class EvaluationBatches(Sampler[Tensor]):
                 f"{way if is_enough else ''}evaluate more of them, set trainer.limit_{split}_batches=0, or use fewer "
                 "trainer.devices"
             )
-
-
-def apply_limit(option: str, limit: int | float | None, available: int | None, unit: int = 1) -> int | None:
-    """Return how many of the `available` steps or samples a limit leaves; None for all of a stream without a length.
-
-    Args:
-        option: the name of the option, for error messages.
-        limit: an integer number of units, a fraction of `available` from 0 to 1, or None for no limit.
-        available: the number of steps or samples; None for those of a stream that does not tell its length.
-        unit: the number of steps or samples in one unit of an integer limit.
-
-    Raises:
-        UserError: if the limit is no such number, or leaves nothing although it is above 0.
-    """
-    if limit is None:
-        return available
-    is_count = isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0
-    is_fraction = isinstance(limit, float) and 0 <= limit <= 1
-    if not (is_count or is_fraction):
-        raise UserError(f"{option}={limit}: set a number of batches of data.batch_size, or a fraction such as 0.5")
-    if available is None:
-        if limit < 1 and is_fraction:
-            raise UserError(f"{option}={limit}, but a stream has no length: set a number of batches")
-        return int(limit) if is_count else None
-    count = min(available, int(limit) * unit) if is_count else int(available * limit)
-    if limit and available and not count:
-        raise UserError(f"{option}={limit} leaves nothing of {available}: set a larger value")
-    return count
-
-
-def total_steps(max_epochs: int | None, max_steps: int, steps_per_epoch: int | None) -> int | None:
-    """Return the number of optimizer steps of a run: that of Lightning's limits which ends it first.
-
-    It is None if the length of a stream decides it.
-    """
-    limits = [max_steps] if max_steps != -1 else []
-    if steps_per_epoch is None:
-        return min(limits, default=None)
-    if max_epochs is not None and max_epochs != -1:
-        limits.append(max_epochs * steps_per_epoch)
-    return min(limits, default=1000 * steps_per_epoch)
