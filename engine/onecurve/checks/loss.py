@@ -95,7 +95,7 @@ class LossCheck(L.Callback):
             _log.warning(_UNCHECKED, "not checked whether losses divide by samples: the module optimizes manually")
         self._steps = self._drawn = 0
         # Halves of n and n + 1 samples have no equal parts of one class; several loaders need equal halves.
-        self._others = 1 if data.has_one_size else 0
+        self._odd = 1 if data.has_one_size else 0
         self._warned = set[str]()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
@@ -104,7 +104,7 @@ class LossCheck(L.Callback):
         if not is_checked_step(self._steps):
             return
         data: Any = trainer.datamodule
-        count: int = max(2, int(data.layout.mean_samples_per_batch)) // 2 * 2 + self._others
+        count: int = max(2, int(data.layout.mean_samples_per_batch)) // 2 * 2 + self._odd
         for _draw in range(_DRAWS if self._steps == 1 else 1):
             for step in list(self._checked):
                 self._check(trainer, step, count)
@@ -113,8 +113,8 @@ class LossCheck(L.Callback):
     def _check(self, trainer: L.Trainer, step: str, count: int) -> None:
         module, data, is_training = trainer.lightning_module, trainer.datamodule, step == "training_step"
         passes = _passes(trainer, step, self._drawn, count)
-        if isinstance(passes, str) and self._others and is_training:
-            self._others, count = 0, count - 1  # a queue of embeddings takes batches that divide its length
+        if isinstance(passes, str) and self._odd and is_training:
+            self._odd, count = 0, count - 1  # a queue of embeddings takes batches that divide its length
             passes = _passes(trainer, step, self._drawn, count)
         if isinstance(passes, str):  # a step may not run in evaluation mode, communicate, or take a stream
             self._checked.remove(step)

@@ -9,22 +9,16 @@ would hold.
 `Division` gives the layout of a batch of any size.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from onecurve.errors import UserError
 from onecurve.network.compilation import device_constant
-from onecurve.process.started_by import OF_A_RANK, variables_replaced
 
 
 @dataclass(frozen=True)
@@ -59,15 +53,6 @@ class DataParallelInfo:
         shares = self.all_shares
         first, last = (count * sum(shares[:number]) // sum(shares) for number in (rank, rank + 1))
         return range(first, last)
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Let torch.distributed and the variables of launchers describe a run of one process."""
-    functions: dict[str, Any] = {"is_initialized": lambda: False, "get_rank": lambda group=None: 0}
-    functions["get_world_size"] = lambda group=None: 1
-    with mock.patch.multiple(dist, **functions), variables_replaced(OF_A_RANK):
-        yield
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from onecurve.data.batch import StepParts, combine
-from onecurve.data.layout import DataParallelInfo, Division, alone
+from onecurve.data.layout import DataParallelInfo, Division
 from onecurve.data.limits import apply_limit
+from onecurve.data.module_data import as_one_process
 from onecurve.data.orders import has_batch_sampler, length_of, order_of, sampler_of
 from onecurve.data.rank_batches import EvaluationBatches, TrainingBatches
 from onecurve.data.rank_loader import (
@@ -71,7 +72,7 @@ def loaders_of(plain: L.LightningDataModule, name: str, seed: int) -> Loaders:
     """
     method, returned = f"{type(plain).__name__}.{name}_dataloader", None
     if is_overridden(f"{name}_dataloader", plain, L.LightningDataModule):
-        with isolate_rng(include_cuda=False), alone():
+        with isolate_rng(include_cuda=False), as_one_process():
             seed_generators(seed)
             returned = getattr(plain, f"{name}_dataloader")()
     is_training = name == "train"

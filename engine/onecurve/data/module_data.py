@@ -1,10 +1,15 @@
 """What a module and its data see of their trainer; a DataModule for modules with loaders, or for those of a script."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import lightning as L
+import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from onecurve.process.started_by import OF_A_RANK, variables_replaced
 
 
 class ModuleTrainer:
@@ -40,6 +45,15 @@ class OneProcess(ModuleTrainer):
     def __init__(self, trainer: L.Trainer) -> None:
         super().__init__(trainer, world_size=1)
         vars(self).update(global_rank=0, local_rank=0, node_rank=0)
+
+
+@contextmanager
+def as_one_process() -> Iterator[None]:
+    """Let torch.distributed and the variables of launchers describe a run of one process."""
+    functions: dict[str, Any] = {"is_initialized": lambda: False, "get_rank": lambda group=None: 0}
+    functions["get_world_size"] = lambda group=None: 1
+    with mock.patch.multiple(dist, **functions), variables_replaced(OF_A_RANK):
+        yield
 
 
 class ModuleData(L.LightningDataModule):

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from onecurve.data.batch import Batch, StepPart, StepParts, batch_of_hooks, combine, constant_weights
-from onecurve.data.layout import BatchLayout, DataParallelInfo, Division, alone
+from onecurve.data.layout import BatchLayout, DataParallelInfo, Division
 from onecurve.data.limits import total_steps
 from onecurve.data.loaders import EvaluationLoaders, TrainingLoaders, loaders_of
-from onecurve.data.module_data import ModuleTrainer, OneProcess
+from onecurve.data.module_data import ModuleTrainer, OneProcess, as_one_process
 from onecurve.data.rank_loader import examples
 from onecurve.errors import UserError
 from onecurve.patches.torch import tree_unflatten
@@ -104,7 +104,7 @@ class OrderedData(L.LightningDataModule):
         if stage == "fit":
             self._training = None
         self._set_batch_size()
-        with isolate_rng(include_cuda=False), alone():
+        with isolate_rng(include_cuda=False), as_one_process():
             seed_generators(int(hash_ints(self.run_seed, SETUP)))
             self.plain.setup(stage)
         for name in _LOADERS[stage]:

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from onecurve.data.layout import alone
+from onecurve.data.module_data import as_one_process
 from onecurve.errors import UserError
 from onecurve.network.object_state import are_equal
 from onecurve.random.hashing import hash_ints, permutation
@@ -90,7 +90,7 @@ def draw(sampler: Any, seed: int, epoch: int, has_batches: bool = False) -> Tens
         if hasattr(each, "set_epoch"):
             each.set_epoch(max(epoch, 0))
     key = int(hash_ints(seed, epoch))
-    with isolate_rng(include_cuda=False), alone():  # a sampler may divide itself by rank when it is iterated
+    with isolate_rng(include_cuda=False), as_one_process():  # an iterated sampler may divide itself by rank
         _seed(samplers, key)
         length = length_of(sampler)
         _seed(samplers, key)  # a sampler may draw an epoch to count it
@@ -119,7 +119,7 @@ def _seed(samplers: Iterable[Any], key: int) -> None:
 def length_of(samples: Any) -> int | None:
     """Return the length of a sampler or a stream for one process; None if it does not tell."""
     try:
-        with alone():
+        with as_one_process():
             return len(samples)
     except (TypeError, NotImplementedError):
         return None

@@ -78,7 +78,8 @@ class TrainingBatches(EpochStart, Sampler[Tensor]):
         batches, positions = self.batches(self.epoch), cache(self.division.positions)  # of each size
         firsts = [0, *accumulate(map(len, batches))]
         for step in range(self.start, self.steps):
-            for number in (step * self.per_step + own for own in self.own):
+            for own in self.own:
+                number = step * self.per_step + own
                 for part in positions(len(batches[number])):
                     yield firsts[number], batches[number], part
 

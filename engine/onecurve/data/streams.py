@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from onecurve.checkpoint.io import is_plain
 from onecurve.data.batch import StepParts, as_part
-from onecurve.data.layout import alone
+from onecurve.data.module_data import as_one_process
 from onecurve.data.rank_batches import EpochStart
 from onecurve.data.rank_loader import collate_function, disables_batching, errors_of_workers, worker_options
 from onecurve.errors import UserError
@@ -206,7 +206,7 @@ class _Reader(IterableDataset[Any]):
     function: Callable[[], Iterator[Any]]
 
     def __iter__(self) -> Iterator[Any]:
-        with alone():
+        with as_one_process():
             yield from self.function()
 
 

@@ -1,7 +1,4 @@
-"""Averaging and clipping of gradients over a process group, for strategies whose wrapper does not: DDP and FSDP do.
-
-With `bit_exact`, `BitExactness` of `onecurve/run/bit_exact.py` lets every strategy clip by `clip_by_norm_over`.
-"""
+"""Averaging and clipping of gradients over a process group, for strategies whose wrapper does not: DDP and FSDP do."""
 
 from collections.abc import Iterable
 
@@ -34,7 +31,7 @@ def clip_by_norm_over(
     """Clip the gradients to a norm over all ranks of `group`, which hold different elements of them."""
     parameters = weights_of([optimizer])
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if is_bit_exact:
+    if is_bit_exact:  # under every strategy (`BitExactness` of `onecurve/run/bit_exact.py`)
         norm = order_free_norm(gradients, parameters[0].device, group).to(parameters[0].dtype)
     else:
         squared_norm = to_full_tensor(nn.utils.get_total_norm(gradients)) ** 2

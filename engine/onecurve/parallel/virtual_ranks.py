@@ -156,13 +156,10 @@ class PassSums:
     @torch.no_grad()
     def add_gradients(self, place: int) -> None:
         """Add the gradients of the virtual rank `own[place]`, which its backward pass has computed."""
-        gradients = []
+        gradients = list[Tensor]()
         for number, weight in enumerate(self.weights):
-            if weight.grad is None:
-                gradients.append(torch.zeros_like(weight))
-            else:
-                gradients.append(weight.grad)
-                self._has_gradient[number] = True
+            self._has_gradient[number] |= weight.grad is not None
+            gradients.append(torch.zeros_like(weight) if weight.grad is None else weight.grad)
             weight.grad = None
         # If this process computes every n-th virtual rank, FSDP2 has added the gradients of n processes.
         processes = self.own.step

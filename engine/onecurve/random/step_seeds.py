@@ -51,9 +51,8 @@ class RandomNumbers(L.Callback):
         self._step_or_loader = batch_idx
         self._begin(trainer, self._seed(drawing_epoch(trainer), batch_idx))
         begin_step(self._dropouts)
-        self._set_keys()
 
-    def begin_part(self, trainer: L.Trainer) -> None:
+    def begin_micro_batch(self, trainer: L.Trainer) -> None:
         """Draw for the samples of a micro-batch."""
         data: Any = trainer.datamodule
         sample_random.keys = self._keys(trainer, data.sample_index)
@@ -68,13 +67,11 @@ class RandomNumbers(L.Callback):
         of_step, seed = self._seed(epoch, step), self._seed(epoch, step, number)
         self._begin(trainer, seed, shift=of_step - seed)
         begin_step(self._dropouts)
-        self._set_keys()
 
     def end_virtual_ranks(self, trainer: L.Trainer, step: int) -> None:
         """Draw for the hooks after the passes, as one more virtual rank; layers go on to count their calls."""
-        epoch = drawing_epoch(trainer)
-        self._begin(trainer, self._seed(epoch, step, cast(Any, trainer.datamodule).virtual_ranks))
-        self._set_keys()
+        count = cast(Any, trainer.datamodule).virtual_ranks
+        self._begin(trainer, self._seed(drawing_epoch(trainer), step, count))
 
     def _set_keys(self) -> None:
         if self._dropouts:
@@ -83,14 +80,13 @@ class RandomNumbers(L.Callback):
     def on_after_backward(self, *_: Any) -> None:
         sample_random.check()
 
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        sample_random.check()  # a module with optimization of its own may call `backward` of the loss itself
+    on_before_optimizer_step = on_after_backward  # a module that optimizes manually may call `backward` of the loss
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         """Let functions draw as in torch. Layers keep the keys of the batch for the module's hook of this name."""
         data: Any = trainer.datamodule
         if len(data.parts) > 1 and not data.bit_exact:  # the keys are those of the last part
-            self.begin_part(trainer)
+            self.begin_micro_batch(trainer)
         sample_random.end()
 
     def on_train_end(self, *_: Any) -> None:
@@ -111,7 +107,6 @@ class RandomNumbers(L.Callback):
             seed = self._seed(drawing_epoch(trainer), dataloader_idx, number, own[place])
             seed_torch(seed, pl_module.device.type)
             sample_random.first_seed, sample_random.shift = seed, shared - seed
-        self._set_keys()  # of layers that the module lets draw in an evaluation
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         sample_random.check()
@@ -142,6 +137,7 @@ class RandomNumbers(L.Callback):
         is_divided = not data.bit_exact and parts > 1
         seed_generators(seed, device.type)
         sample_random.begin(functools.partial(self._keys, trainer, samples), device, is_divided, shift)
+        self._set_keys()
 
     def _keys(self, trainer: L.Trainer, samples: Tensor) -> Tensor:
         """Return the keys of (n,) samples in the present step, (n,): a sample may come again in other steps."""

@@ -1,4 +1,4 @@
-"""What else has the same bits on any hardware, while virtual ranks are computed one by one: threads, clipping."""
+"""Equal bits on any hardware beside the step of virtual ranks one by one: threads, clipping, evaluation."""
 
 import os
 import warnings
@@ -34,7 +34,7 @@ def num_threads() -> int:
 
 
 class BitExactness(L.Callback):
-    """Evaluates virtual ranks one by one, clips by a norm that any division of tensors has, and sets the threads.
+    """Evaluates virtual ranks one by one, clips by a norm that no division of tensors changes, and sets the threads.
 
     Make it before the module, whose initial weights may depend on the number of threads.
     """
@@ -77,6 +77,7 @@ class BitExactness(L.Callback):
     on_exception = teardown
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let Lightning clip with equal bits, also where a strategy has set its own function."""
         plugin, ranks = cast(Any, trainer.precision_plugin), trainer.distributed_sampler_kwargs or {}
         plugin.clip_grad_by_norm = partial(clip_by_norm_over, ranks.get("model_group"), is_bit_exact=True)
 

@@ -7,10 +7,7 @@ The parts are micro-batches, whose gradients add up in place; or the virtual ran
 (`onecurve/parallel/virtual_ranks.py`). The mean loss of a rank that has more or fewer samples than others is weighted
 by them, so that the mean over the ranks is that of the samples.
 
-In a step these follow each other: for each part its context begins, which tells the data and the random numbers what
-part it is, then come the forward pass, in the first part the reset of the gradients, and the backward pass; at the end
-the gradients are added or averaged, the hook `on_before_zero_grad` is called, and what the passes have logged is logged
-once. Lightning then clips the gradients, with `bit_exact` by a norm of `onecurve/run/bit_exact.py`.
+Lightning then clips the gradients, with `bit_exact` as `onecurve/run/bit_exact.py` lets it, and takes the step.
 """
 
 from collections.abc import Iterator
@@ -38,8 +35,7 @@ from onecurve.run.logged_values import PassLog, have_equal_names
 class StepInParts(Optimization):
     """Runs `training_step` and the backward pass for each part; Lightning goes on with clipping and the optimizer.
 
-    It has no constructor: `replace_parts` of `onecurve/patches/lightning_loops.py` gives this class to an object that
-    Lightning has made.
+    It has no constructor: Lightning has made the object (`replace_parts` of `onecurve/patches/lightning_loops.py`).
     """
 
     checked_module: Any = None  # whose first steps were checked
@@ -74,7 +70,8 @@ class StepInParts(Optimization):
         results, backward = results_of(trainer.fit_loop.epoch_loop), self.backward_pass(optimizer)
         divisor = data.virtual_ranks if data.bit_exact else data.accumulate  # parts of a batch that add up to its mean
         hidden, kept = self._begin_check(step), _gradients_for_hooks(trainer)
-        passes = _passes_of(trainer, step)
+        virtual_ranks = getattr(trainer.strategy, "virtual_rank_passes", VirtualRanks)
+        passes: Any = virtual_ranks(trainer, step) if data.bit_exact else _MicroBatchPasses(trainer)
         # `post_backward` calls `on_after_backward`, which waits for the complete gradient.
         with mock.patch.object(trainer.precision_plugin, "post_backward", lambda loss, module: loss.detach()):
             for index, part in enumerate(data.parts):
@@ -135,13 +132,6 @@ class StepInParts(Optimization):
         return HiddenStateCheck(module, self.trainer.datamodule.bit_exact, self.named) if is_due else None
 
 
-def _passes_of(trainer: Any, step: int) -> Any:
-    """Return what computes the parts of a step: its micro-batches, or the virtual ranks as the strategy holds them."""
-    if not trainer.datamodule.bit_exact:
-        return _MicroBatchPasses(trainer)
-    return getattr(trainer.strategy, "virtual_rank_passes", VirtualRanks)(trainer, step)
-
-
 def _gradients_for_hooks(trainer: Any) -> dict[nn.Parameter, Tensor | None]:
     """Return copies of the gradients of the last step, which `on_before_zero_grad` sees, if a hook of the user may."""
     if not with_own_hook(trainer, "on_before_zero_grad"):
@@ -182,7 +172,7 @@ class _MicroBatchPasses:
                 # Strategies of one process have nothing to synchronize.
                 stack.enter_context(getattr(self.trainer.strategy, "block_backward_sync", nullcontext)())
             self.trainer.datamodule.use_samples_of(part)
-            self.trainer.random_numbers.begin_part(self.trainer)
+            self.trainer.random_numbers.begin_micro_batch(self.trainer)
             yield
             sample_random.check()
 

@@ -15,10 +15,9 @@ from onecurve.data.layout import (
     BatchLayout,
     DataParallelInfo,
     Division,
-    alone,
     partners,
 )
-from onecurve.data.module_data import OneProcess
+from onecurve.data.module_data import OneProcess, as_one_process
 from onecurve.data.ordered_data import OrderedData
 from onecurve.errors import UserError
 
@@ -88,13 +87,13 @@ def test_one_process_stands_for_the_trainer() -> None:
         _ = one.no_such_name
 
 
-def test_alone_hides_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_hides_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 3)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4)
-    with alone():
+    with as_one_process():
         assert (dist.is_initialized(), dist.get_rank(), dist.get_world_size()) == (False, 0, 1)
         assert (dist.get_rank("group"), dist.get_world_size("group")) == (0, 1)  # type: ignore[arg-type]
         assert "RANK" not in os.environ
