@@ -7,7 +7,7 @@ The parts are micro-batches, whose gradients add up in place; or the virtual ran
 (`onecurve/parallel/virtual_ranks.py`). The mean loss of a rank that has more or fewer samples than others is weighted
 by them, so that the mean over the ranks is that of the samples.
 
-Lightning then clips the gradients, with `bit_exact` as `onecurve/run/bit_exact.py` lets it, and takes the step.
+Lightning then clips the gradients, with `bit_exact` by what `onecurve/run/bit_exact.py` sets, and takes the step.
 """
 
 from collections.abc import Iterator
