@@ -77,7 +77,7 @@ class RandomNumbers(L.Callback):
         if self._dropouts:
             set_keys(self._dropouts, sample_random.keys)
 
-    def on_after_backward(self, *_: Any) -> None:
+    def on_after_backward(self, *_: Any, **__: Any) -> None:
         sample_random.check()
 
     on_before_optimizer_step = on_after_backward  # a module that optimizes manually may call `backward` of the loss
