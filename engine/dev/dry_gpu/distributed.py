@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from engine.dev.dry_gpu.cases import DEVICES
-from onecurve.observe.steps import RankConsensus
+from onecurve.process.consensus import RankConsensus
 
 
 def start_process_group(rank: int, world: int) -> None:

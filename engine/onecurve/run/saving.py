@@ -7,7 +7,8 @@ import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 
 from onecurve.errors import UserError
-from onecurve.observe.steps import RankConsensus, trained_steps
+from onecurve.observe.steps import trained_steps
+from onecurve.process.consensus import RankConsensus
 from onecurve.records.files import LAST
 
 

@@ -11,8 +11,9 @@ import lightning as L
 
 from onecurve.checkpoint.newest import stop_message
 from onecurve.errors import UserError
-from onecurve.observe.steps import RankConsensus, trained_steps
+from onecurve.observe.steps import trained_steps
 from onecurve.process import signals
+from onecurve.process.consensus import RankConsensus
 from onecurve.process.rank import log_file, report_error, set_timeouts_after
 from onecurve.records.events import append_event, end_of
 from onecurve.records.files import CHECKPOINTS, LAST

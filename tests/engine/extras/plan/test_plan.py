@@ -17,8 +17,8 @@ from engine.dev.dry_gpu.collectives import describe_call
 from onecurve.extras.plan.hardware import Hardware
 from onecurve.extras.plan.plan import Candidate, begin_run, choose_again, estimate, make_plan
 from onecurve.extras.plan.step import Collective
-from onecurve.observe.steps import RankConsensus
 from onecurve.parallel.ddp import DDP
+from onecurve.process.consensus import RankConsensus
 from onecurve.run.experiment import assemble
 from onecurve.targets import build
 from tests.support.commands import PARITY, TINY, run, run_here
