@@ -15,17 +15,18 @@ from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
 from onecurve.errors import UserError, check_choice
-from onecurve.patches import lightning_strategies
+from onecurve.patches import lightning_loggers
 from onecurve.process.signals import RESIZE, Stopped
 
 _log = logging.getLogger(__name__)
 _INIT_TIMEOUT = 20.0  # seconds
 
 
-class WandbLogger(lightning_strategies.WandbLogger):
+class WandbLogger(lightning_loggers.WandbLogger):
     """Lightning's WandbLogger, which goes offline if the server does not answer.
 
-    A training run stays one W&B run however often it is resumed.
+    A training run stays one W&B run however often it is resumed. `log_metrics` and the upload of checkpoints are
+    Lightning's.
 
     Args:
         folder: the run folder, for wandb's files.

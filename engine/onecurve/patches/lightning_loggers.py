@@ -1,0 +1,36 @@
+"""Private names of the loggers of Lightning 2.6, under public names.
+
+Lightning's `WandbLogger(experiment=...)` is public, but takes a W&B run that has begun. Here a run begins after all
+checks that may refuse it, on the rank that logs, and offline if its server does not answer.
+"""
+
+from typing import Any
+
+from lightning.pytorch import loggers
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+
+class WandbLogger(loggers.WandbLogger):
+    """Names the artifacts of checkpoints, and shows what Lightning's logger keeps to itself."""
+
+    @property
+    def init_options(self) -> dict[str, Any]:
+        """The arguments of `wandb.init`, which the constructor gathers."""
+        return self._wandb_init
+
+    @property
+    def started(self) -> Any:
+        """The W&B run, if it has begun."""
+        return self._experiment
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a spawned rank, which opens the W&B run by its id; Lightning would start the run."""
+        return vars(self) | {"_experiment": None}
+
+    def _scan_and_log_checkpoints(self, checkpoint_callback: ModelCheckpoint) -> None:
+        self._checkpoint_name = self.artifact_name(checkpoint_callback)
+        super()._scan_and_log_checkpoints(checkpoint_callback)
+
+    def artifact_name(self, checkpoint_callback: ModelCheckpoint) -> str:
+        """Return the name of the artifact of a callback's checkpoints."""
+        raise NotImplementedError
