@@ -4,7 +4,9 @@ import csv
 import logging
 import os
 from argparse import Namespace
+from bisect import bisect_right
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ class CSVLogger(Logger):
         self._rows: list[dict[str, Any]] | None = None
         self._columns = ["step", "epoch"]
         self._lacks_rows = False  # whether the last write failed
-        self._has_cut_rows = False  # whether the file still has rows that were cut
+        self._has_old_lines = False  # whether the file still has rows that were cut, or a truncated line
 
     @property
     def name(self) -> str:
@@ -71,33 +73,19 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Log metrics in the row of their step; a module may call this without a step, for the last row."""
         rows = self._read()
-        step = step if step is not None else rows[-1]["step"] if rows else 0  # a module may call it without
+        if step is None:
+            step = rows[-1]["step"] if rows else 0
         row = {"step": step} | metrics
-        # Mostly the last row; an evaluation of an earlier checkpoint finds the row of its step.
-        place = next((number for number in range(len(rows), 0, -1) if rows[number - 1]["step"] <= step), 0)
-        earlier = rows[place - 1] if place else {"step": -1}
-        # A second test of a step, such as that of other data, has a row of its own.
-        tests = filter(is_of_test, metrics)
-        is_new = earlier["step"] != step or any(str(earlier.get(name, row[name])) != str(row[name]) for name in tests)
-        is_current = self.file.exists() and not (self._lacks_rows or self._has_cut_rows)
-        can_append = is_new and place == len(rows) and is_current and set(row) <= set(self._columns)
-        self._columns += [name for name in row if name not in self._columns]
-        if is_new:
+        place, known = _find(rows, step)
+        if known is None or _is_second_test(known, metrics):
             rows.insert(place, row)
         else:
-            earlier.update(row)
-        try:
-            if can_append:
-                with self.file.open("a", newline="") as stream:
-                    self._writer(stream).writerow(row)
-            else:
-                self._rewrite()
-            self._lacks_rows = self._has_cut_rows = False
-        except OSError as error:  # such as a full disk
-            if not self._lacks_rows:
-                _log.warning("%s lacks rows until it can be written; training continues: %s", self.file.name, error)
-            self._lacks_rows = True
+            known.update(row)
+        can_append = rows[-1] is row and set(row) <= set(self._columns)
+        self._columns += [name for name in row if name not in self._columns]
+        self._write(row if can_append else None)
 
     @rank_zero_only
     def cut(self, step: int) -> None:
@@ -107,7 +95,7 @@ class CSVLogger(Logger):
         """
         rows = self._read()
         self._rows = [row for row in rows if row["step"] < step]
-        self._has_cut_rows |= len(self._rows) < len(rows)
+        self._has_old_lines |= len(self._rows) < len(rows)
 
     @rank_zero_only
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
@@ -124,9 +112,22 @@ class CSVLogger(Logger):
             self._columns = list(reader.fieldnames or self._columns)
             logged = [{name: value for name, value in row.items() if value} for row in reader if row["step"]]
             self._rows = [row | {"step": int(row["step"])} for row in logged]
-            if complete != text:
-                self._rewrite()
+            self._has_old_lines |= complete != text
         return self._rows
+
+    def _write(self, last: dict[str, Any] | None) -> None:
+        """Append the last row, if it is given and the file has all others; otherwise replace the file."""
+        try:
+            if last and self.file.exists() and not (self._lacks_rows or self._has_old_lines):
+                with self.file.open("a", newline="") as stream:
+                    self._writer(stream).writerow(last)
+            else:
+                self._rewrite()
+            self._lacks_rows = self._has_old_lines = False
+        except OSError as error:  # such as a full disk
+            if not self._lacks_rows:
+                _log.warning("%s lacks rows until it can be written; training continues: %s", self.file.name, error)
+            self._lacks_rows = True
 
     def _rewrite(self) -> None:
         with atomic_write(self.file) as temporary, temporary.open("w", newline="") as stream:
@@ -136,3 +137,17 @@ class CSVLogger(Logger):
 
     def _writer(self, stream: Any) -> Any:
         return csv.DictWriter(stream, self._columns, lineterminator=os.linesep)
+
+
+def _find(rows: list[dict[str, Any]], step: int) -> tuple[int, dict[str, Any] | None]:
+    """Return the place behind the rows of a step and of earlier ones, and the last row of the step, if it has one."""
+    place = bisect_right(rows, step, key=itemgetter("step"))
+    if place and rows[place - 1]["step"] == step:
+        return place, rows[place - 1]
+    return place, None
+
+
+def _is_second_test(row: dict[str, Any], metrics: dict[str, float]) -> bool:
+    """Return whether metrics are of another test than those in a row of their step, such as that of other data."""
+    tests = [name for name in metrics if is_of_test(name)]
+    return any(str(row.get(name, metrics[name])) != str(metrics[name]) for name in tests)
