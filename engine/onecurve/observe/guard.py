@@ -1,4 +1,7 @@
-"""Start the configured loggers; the failure of a logger never ends a training run."""
+"""Start the configured loggers; the failure of one of them never ends a training run.
+
+The trainer's own `CSVLogger` is not among them: on a full disk it keeps its rows, and writes them when there is room.
+"""
 
 import logging
 from collections.abc import Callable, Iterable

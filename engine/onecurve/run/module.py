@@ -31,10 +31,10 @@ class Module(L.LightningModule):
         return is_log_point(self.trainer, trained_steps(self.trainer) + 1)
 
     def log_step(self, metrics: dict[str, Tensor]) -> None:
-        """Log the means of a training step over the global batch, and the learning rate.
+        """Log means of a training step over the global batch, as `self.log("train/loss", ...)`, and the learning rate.
 
         Args:
-            metrics: sums over the samples of a batch times their weights.
+            metrics: sums over the samples of a batch times their weights, by name.
         """
         for name, value in metrics.items():
             self.log(name, value, prog_bar=name == "train/loss", sync_dist=True)
