@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onecurve.patches import torchmetrics
 
-__all__ = ["CheckpointConnector", "Closure", "ClosureResult", "LoggedMean", "LoggerConnector"]
+__all__ = ["CheckpointConnector", "Closure", "ClosureResult", "LoggerConnector", "ResultMetric"]
 
 
 def steps_of_loggers(trainer: L.Trainer) -> int:
@@ -74,7 +74,7 @@ class Optimization(_AutomaticOptimization):
     call_before_reset = _AutomaticOptimization._on_before_zero_grad
 
 
-class LoggedMean(_ResultMetric):
+class ResultMetric(_ResultMetric):
     """A logged value, which moves to a device if it is not there.
 
     Lightning copies its options each time that a value is logged, in 0.2 ms (result.py, line 412;
@@ -87,11 +87,11 @@ class LoggedMean(_ResultMetric):
         return self if is_there else super().to(*args, **kwargs)
 
 
-class Results(_ResultCollection):
+class ResultCollection(_ResultCollection):
     """The values that a loop has logged."""
 
     def __setitem__(self, name: str, result: Any) -> None:
-        result.__class__ = LoggedMean
+        result.__class__ = ResultMetric
         super().__setitem__(name, result)
 
     @staticmethod
@@ -116,7 +116,7 @@ def current_results(trainer: Any) -> Any:
 def replace_parts(
     trainer: L.Trainer,
     optimization: type[Optimization],
-    make_results: Callable[[bool], Results],
+    make_results: Callable[[bool], ResultCollection],
     checkpoints: type[CheckpointConnector],
     logging: type[LoggerConnector],
 ) -> None:

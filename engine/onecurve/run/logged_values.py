@@ -1,7 +1,8 @@
 """What `self.log` of a module becomes: values that count the samples of each rank, and are logged at log points.
 
-`onecurve.Trainer` puts `LoggedValues` and `LogPoints` into Lightning's loops. A step of several parts logs to a
-`PassLog` first (`onecurve/run/step.py`).
+`onecurve.Trainer` puts `LoggedValues` into each of Lightning's loops, which collects the values there, and
+`LogPointConnector`, which hands them to the loggers. A step of several parts logs to a `PassLog` first
+(`onecurve/run/step.py`).
 """
 
 import logging
@@ -20,7 +21,7 @@ from torchmetrics import Metric
 from onecurve.errors import UserError
 from onecurve.network.precision import is_double
 from onecurve.observe.steps import is_log_point
-from onecurve.patches.lightning_loops import LoggedMean, LoggerConnector, Results, current_results, steps_of_loggers
+from onecurve.patches.lightning_loops import LoggerConnector, ResultCollection, current_results, steps_of_loggers
 from onecurve.patches.torchmetrics import default_states, reductions, set_step_value, step_value
 from onecurve.process.gather import group_of_samples, names_that_differ
 from onecurve.run.metric_states import VirtualMetrics
@@ -38,7 +39,7 @@ class PassLog:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.dtype = device, torch.float32 if device.type == "mps" else torch.float64
-        self._logged: dict[tuple[str, str, int], _Logged] = {}
+        self._logged: dict[tuple[str, str, int], _PassValues] = {}
         self._calls = Counter[tuple[str, str]]()  # of the current pass
         self._hashes: list[int] = []
         self._losses: list[Tensor | None] = []
@@ -47,7 +48,7 @@ class PassLog:
         """Keep a value that the hook `fx` logs in this pass; `options` are the other arguments of Lightning's log."""
         key = (fx, name, self._calls[fx, name])
         self._calls[fx, name] += 1
-        self._logged.setdefault(key, _Logged()).add(len(self._losses), value, options)
+        self._logged.setdefault(key, _PassValues()).add(len(self._losses), value, options)
 
     def end_pass(self, loss: Tensor | None) -> None:
         content = repr((sorted(self._calls.items()), loss is None))
@@ -71,7 +72,7 @@ class PassLog:
         return torch.full((), value, dtype=self.dtype, device=self.device)  # without a transfer
 
     def log(self, results: Any, table: Tensor, is_complete: bool) -> None:
-        """Log the values of a table, of which `rows` are a part; if it `is_complete`, it has those of all processes."""
+        """Log each name once; `is_complete`: the table has the rows of all processes, not only those of this one."""
         columns = table[:, _FIRST_COLUMNS:].T
         for number, ((fx, name, _), logged) in enumerate(sorted(self._logged.items())):
             values, weights = columns[2 * number : 2 * number + 2]
@@ -101,8 +102,8 @@ def _reduction(options: dict[str, Any]) -> str:
     return str(getattr(function, "__name__", function)).lower()
 
 
-class _Logged:
-    """What the passes log under one name."""
+class _PassValues:
+    """The values that the passes log under one name."""
 
     def __init__(self) -> None:
         self.options: dict[str, Any] = {}
@@ -148,16 +149,15 @@ class _Logged:
         if is_complete:  # so that no process need ask others
             size = weights.sum() if has_sizes else 1
             return self.options | {"batch_size": size, "sync_dist": False, "sync_dist_fn": None}
-        return self.options | {
-            "batch_size": sum(size or 0 for _, size in self.of_passes.values()) if has_sizes else None
-        }
+        size = sum(size or 0 for _, size in self.of_passes.values()) if has_sizes else None
+        return self.options | {"batch_size": size}
 
 
-class LoggedValues(Results):
-    """Counts the samples of a logged mean as floats, and names the reduction of a maximum or minimum.
+class LoggedValues(ResultCollection):
+    """The values that a loop has logged; a mean is that of all samples, however the ranks share them.
 
-    Lightning averages the counts over the ranks as integers, which rounds down. It also tells torchmetrics that a
-    maximum is a sum, which `MetricStates` would then take. `__setitem__` corrects both.
+    Lightning averages the counts of samples over the ranks as integers, which rounds down; here they are floats. It
+    also tells torchmetrics that a maximum is a sum, which `MetricStates` would then take. `__setitem__` corrects both.
     (trainer/connectors/logger_connector/result.py, line 202; fabric/utilities/distributed.py, `_sync_ddp`)
 
     Where `VirtualMetrics` reduces the means of evaluation over virtual ranks, processes have the same values, and need
@@ -216,7 +216,7 @@ class LoggedValues(Results):
                 name,
             )
 
-    def __setitem__(self, name: str, result: LoggedMean) -> None:
+    def __setitem__(self, name: str, result: Any) -> None:
         super().__setitem__(name, result)
         if result.is_tensor and result.meta.reduce_fx in (torch.max, torch.min):
             reductions(result)["value"] = result.meta.reduce_fx
@@ -244,7 +244,7 @@ def _check_virtual(virtual: VirtualMetrics, name: str, value: Any, options: dict
         )
 
 
-class LogPoints(LoggerConnector):
+class LogPointConnector(LoggerConnector):
     """Passes the metrics of the first and the last step to the loggers, not only those of each interval.
 
     It weights a mean by the samples of each batch. Lightning takes the size of the first tensor of the batch, which is

@@ -15,7 +15,7 @@ from torchmetrics.utilities.data import dim_zero_mean
 
 from onecurve.errors import UserError
 from onecurve.network.precision import is_double
-from onecurve.patches.lightning_loops import LoggedMean, current_results, results_of
+from onecurve.patches.lightning_loops import ResultMetric, current_results, results_of
 from onecurve.patches.torch import tree_map_only
 from onecurve.patches.torchmetrics import (
     COUNT,
@@ -363,7 +363,7 @@ def _initial_state(metric: Any) -> _State:
 
 
 def _device(metric: Any) -> torch.device:
-    return metric.value.device if isinstance(metric, LoggedMean) else metric.device
+    return metric.value.device if isinstance(metric, ResultMetric) else metric.device
 
 
 def _on_cpu(states: Any) -> Any:
@@ -381,7 +381,7 @@ def _gather(trainer: Any, own: dict[str, dict[int, _State]]) -> dict[str, list[_
 
 def _reduce(metric: Any, states: list[_State]) -> _State:
     """Return the state of all ranks from that of each; that of the first if the run logs its value, or has no sum."""
-    is_synchronized = metric.meta.sync.should if isinstance(metric, LoggedMean) else metric.sync_on_compute
+    is_synchronized = metric.meta.sync.should if isinstance(metric, ResultMetric) else metric.sync_on_compute
     has_sum = all(reduce or isinstance(states[0][name], list) for name, reduce in reductions(metric).items())
     return _combine(metric, states) if is_synchronized and has_sum else states[0]
 

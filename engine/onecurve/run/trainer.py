@@ -51,7 +51,7 @@ from onecurve.run.bit_exact import BitExactness
 from onecurve.run.ckpt_path import check_overwrites_nothing, find_checkpoint, monitoring
 from onecurve.run.known_errors import translated_errors
 from onecurve.run.late_saves import LateSaves
-from onecurve.run.logged_values import LoggedValues, LogPoints
+from onecurve.run.logged_values import LoggedValues, LogPointConnector
 from onecurve.run.metric_states import MetricStates, MetricSync, VirtualMetrics
 from onecurve.run.recorder import RunRecorder
 from onecurve.run.saving import LastCheckpoint
@@ -174,7 +174,7 @@ class Trainer(L.Trainer):
             **kwargs,
         )
         leave_signals_alone(self)
-        replace_parts(self, StepInParts, partial(LoggedValues, self), PreparingConnector, LogPoints)
+        replace_parts(self, StepInParts, partial(LoggedValues, self), PreparingConnector, LogPointConnector)
         if accelerator == "cpu":
             tune_malloc()
 
