@@ -52,10 +52,7 @@ class CSVLogger(Logger):
     def save_dir(self) -> str:
         return str(self.folder)
 
-    @property
-    def log_dir(self) -> str:
-        """The folder in which a module may write files of its own, as with the loggers of Lightning."""
-        return self.save_dir
+    log_dir = save_dir  # in which a module may write files of its own, as with the loggers of Lightning
 
     @property
     def has_config(self) -> bool:
@@ -73,12 +70,13 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Log metrics in the row of their step; a module may call this without a step, for the last row."""
+        """Add metrics to the row of their step, or a row; a module may call this without a step, for the last row."""
         rows = self._read()
         if step is None:
             step = rows[-1]["step"] if rows else 0
         row = {"step": step} | metrics
-        place, known = _find(rows, step)
+        place = bisect_right(rows, step, key=itemgetter("step"))  # behind the rows of this step and of earlier ones
+        known = rows[place - 1] if place and rows[place - 1]["step"] == step else None
         if known is None or _is_second_test(known, metrics):
             rows.insert(place, row)
         else:
@@ -137,14 +135,6 @@ class CSVLogger(Logger):
 
     def _writer(self, stream: Any) -> Any:
         return csv.DictWriter(stream, self._columns, lineterminator=os.linesep)
-
-
-def _find(rows: list[dict[str, Any]], step: int) -> tuple[int, dict[str, Any] | None]:
-    """Return the place behind the rows of a step and of earlier ones, and the last row of the step, if it has one."""
-    place = bisect_right(rows, step, key=itemgetter("step"))
-    if place and rows[place - 1]["step"] == step:
-        return place, rows[place - 1]
-    return place, None
 
 
 def _is_second_test(row: dict[str, Any], metrics: dict[str, float]) -> bool:

@@ -10,7 +10,6 @@ from signal import SIGINT
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -60,8 +59,8 @@ class WandbLogger(lightning_loggers.WandbLogger):
         Path(str(self.save_dir)).mkdir(parents=True, exist_ok=True)
         try:
             mode = "offline" if self.is_offline else self.init_options.get("mode") or online_or_offline()
+            self.init_options["mode"] = mode
             if mode == "online":
-                self.init_options["mode"] = mode
                 run = super().experiment
                 _log.info("wandb: %s", run.url)
                 return run
@@ -69,7 +68,7 @@ class WandbLogger(lightning_loggers.WandbLogger):
             raise
         except Exception as error:
             _log.warning("wandb cannot start online: %s", str(error).strip().split("\n")[0])
-            mode = "offline"
+            mode = self.init_options["mode"] = "offline"
             with contextlib.suppress(SystemExit):
                 wandb.teardown()  # its service still holds the run's id
         if mode == "offline":
@@ -77,7 +76,6 @@ class WandbLogger(lightning_loggers.WandbLogger):
             _log.info("wandb is offline; to view or upload the run:")
             _log.info("wandb leet %s/wandb", self.save_dir)
             _log.info("wandb sync %s/wandb/offline-*", self.save_dir)
-        self.init_options["mode"] = mode
         return super().experiment
 
     @rank_zero_only
@@ -101,10 +99,6 @@ class WandbLogger(lightning_loggers.WandbLogger):
             y_true=labels, preds=predictions, class_names=evaluation["classes"], title=f"Confusion matrix, {stage}"
         )
         self.log_metrics({f"images/{stage}_confusion_matrix": chart}, evaluation["step"])
-
-    def artifact_name(self, checkpoint_callback: ModelCheckpoint) -> str:
-        # Lightning gives all callbacks one name, so the alias "best" would move from best.ckpt to last.ckpt.
-        return f"model-{self.version}" + ("" if checkpoint_callback.monitor else "-last")
 
 
 def _define_metrics(run: Any) -> None:

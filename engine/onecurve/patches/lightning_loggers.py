@@ -28,9 +28,6 @@ class WandbLogger(loggers.WandbLogger):
         return vars(self) | {"_experiment": None}
 
     def _scan_and_log_checkpoints(self, checkpoint_callback: ModelCheckpoint) -> None:
-        self._checkpoint_name = self.artifact_name(checkpoint_callback)
+        # Lightning gives all callbacks one name, so the alias "best" would move from best.ckpt to last.ckpt.
+        self._checkpoint_name = f"model-{self.version}" + ("" if checkpoint_callback.monitor else "-last")
         super()._scan_and_log_checkpoints(checkpoint_callback)
-
-    def artifact_name(self, checkpoint_callback: ModelCheckpoint) -> str:
-        """Return the name of the artifact of a callback's checkpoints."""
-        raise NotImplementedError
