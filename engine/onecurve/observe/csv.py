@@ -27,6 +27,8 @@ class CSVLogger(Logger):
     file atomically.
     """
 
+    version = ""
+
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder, self.file = folder, folder / METRICS
@@ -38,10 +40,6 @@ class CSVLogger(Logger):
     @property
     def name(self) -> str:
         return self.folder.name
-
-    @property
-    def version(self) -> str:
-        return ""
 
     @property
     def experiment(self) -> DummyExperiment:

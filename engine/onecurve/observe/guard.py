@@ -1,7 +1,4 @@
-"""Start the configured loggers; the failure of one of them never ends a training run.
-
-The trainer's own `CSVLogger` is not among them: on a full disk it keeps its rows, and writes them when there is room.
-"""
+"""Start the configured loggers, whose failures never end a training run; `CSVLogger` handles a full disk itself."""
 
 import logging
 from collections.abc import Callable, Iterable

@@ -24,8 +24,7 @@ _INIT_TIMEOUT = 20.0  # seconds
 class WandbLogger(lightning_loggers.WandbLogger):
     """Lightning's WandbLogger, which goes offline if the server does not answer.
 
-    A training run stays one W&B run however often it is resumed. `log_metrics` and the upload of checkpoints are
-    Lightning's.
+    A training run stays one W&B run however often it is resumed. `log_metrics` is Lightning's.
 
     Args:
         folder: the run folder, for wandb's files.
@@ -125,8 +124,7 @@ def online_or_offline() -> str:
 
     # Only this variable keeps `login` from printing the account, for which it would wait for the server.
     os.environ.setdefault("WANDB_SILENT", "true")
-    mode = os.environ.get("WANDB_MODE")
-    if mode:
+    if mode := os.environ.get("WANDB_MODE"):
         check_choice("WANDB_MODE", mode, ("online", "offline", "disabled", "shared", "dryrun", "run"))
     if mode in (None, "", "online") and not wandb.login(prompt=False, verify=False):
         if mode:

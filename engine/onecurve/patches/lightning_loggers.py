@@ -1,7 +1,6 @@
-"""Private names of the loggers of Lightning 2.6, under public names.
+"""Private names of the WandbLogger of Lightning 2.6, under public names.
 
-Lightning's `WandbLogger(experiment=...)` is public, but takes a W&B run that has begun. Here a run begins after all
-checks that may refuse it, on the rank that logs, and offline if its server does not answer.
+The public `WandbLogger(experiment=...)` takes a W&B run that has begun; here it begins after all checks, on its rank.
 """
 
 from typing import Any

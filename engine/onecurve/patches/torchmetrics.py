@@ -14,7 +14,7 @@ COUNT = "_update_count"  # the name of the number of updates among the states
 COUNTS = (COUNT, "_num_vals_seen")
 
 
-def states(metric: Any) -> dict[str, Any]:
+def states_of(metric: Any) -> dict[str, Any]:
     """Return the states of a metric by name, tensors and lists of them, and its numbers of updates."""
     return counts(metric) | metric.metric_state
 

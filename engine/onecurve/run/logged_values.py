@@ -1,8 +1,7 @@
 """What `self.log` of a module becomes: values that count the samples of each rank, and are logged at log points.
 
-`onecurve.Trainer` puts `LoggedValues` into each of Lightning's loops, which collects the values there, and
-`LogPointConnector`, which hands them to the loggers. A step of several parts logs to a `PassLog` first
-(`onecurve/run/step.py`).
+`onecurve.Trainer` puts `LoggedValues` into Lightning's loops, and `LogPointConnector` between these and the loggers. A
+step of several parts logs to a `PassLog` first (`onecurve/run/step.py`).
 """
 
 import logging
@@ -147,7 +146,7 @@ class _PassValues:
         """Return the arguments of Lightning's log for the value of the step."""
         has_sizes = self.options["batch_size"] is not None
         if is_complete:  # so that no process need ask others
-            size = weights.sum() if has_sizes else 1
+            size: Any = weights.sum() if has_sizes else 1
             return self.options | {"batch_size": size, "sync_dist": False, "sync_dist_fn": None}
         size = sum(size or 0 for _, size in self.of_passes.values()) if has_sizes else None
         return self.options | {"batch_size": size}
@@ -266,6 +265,5 @@ class LogPointConnector(LoggerConnector):
 
     def epoch_end_reached(self) -> None:
         super().epoch_end_reached()
-        virtual = cast(Any, self.trainer).virtual_metrics
-        if virtual:
+        if virtual := cast(Any, self.trainer).virtual_metrics:
             virtual.leave()

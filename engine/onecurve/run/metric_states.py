@@ -29,8 +29,8 @@ from onecurve.patches.torchmetrics import (
     replace_methods,
     replace_sync,
     set_states,
+    states_of,
 )
-from onecurve.patches.torchmetrics import states as states_of
 from onecurve.process.gather import gather_objects, group_of_samples
 
 _log = logging.getLogger(__name__)
