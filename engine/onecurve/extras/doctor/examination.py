@@ -1,7 +1,6 @@
 """`doctor=true`: check this host and the configuration, reduce a tensor over all ranks, and print the findings.
 
-The first process of each host checks the host. Under torchrun or srun, rank zero prints all findings, and the other
-ranks print their problems.
+The first process of each host checks it. Under torchrun or srun rank zero prints all, and other ranks their problems.
 """
 
 import logging
@@ -32,7 +31,6 @@ from onecurve.process.rank import detect_cluster_environment, resolve_devices
 from onecurve.process.started_by import check_tasks_are_started, started_by
 from onecurve.targets import build, locate, target_nodes
 
-_SHOWN = ("Python", "torch", "lightning", "hydra-core", "wandb")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _SHARED_MEMORY = Path("/dev/shm")
 _MIN_SHARED_MEMORY = 512 << 20  # bytes; Docker's default is 64 MiB
@@ -96,7 +94,7 @@ def check_versions(cfg: DictConfig) -> str:
                 f"{requirement.name} {version or 'is missing'}, but {requirement} is required: remove .venv and run "
                 "`make install` (PYTHON=python3.12 chooses another Python)"
             )
-    return ", ".join(f"{name} {_installed(name)}" for name in _SHOWN)
+    return ", ".join(f"{name} {_installed(name)}" for name in ("Python", "torch", "lightning", "hydra-core", "wandb"))
 
 
 def _installed(name: str) -> str | None:
@@ -174,14 +172,13 @@ def check_saving(cfg: DictConfig) -> str:
     weights = list(build(cfg.module).parameters())
     tensors = [weight.detach().clone() for weight in 3 * weights]  # and two moments of each
     with tempfile.TemporaryDirectory(dir=HydraConfig.get().runtime.output_dir) as folder:
-        begun = time.perf_counter()
+        megabytes, begun = sum(tensor.nbytes for tensor in tensors) / 1e6, time.perf_counter()
         AtomicCheckpointIO().save_checkpoint({"state_dict": tensors}, Path(folder, "saved.ckpt"))
         seconds = time.perf_counter() - begun
     hourly, daily = (round((2 * seconds * apart) ** 0.5) for apart in (3600, 86400))
     return (
-        f"a checkpoint of {sum(tensor.nbytes for tensor in tensors) / 1e6:.1f} MB takes {seconds:.2f} s: to save by "
-        f"time, set callbacks.checkpoint.train_time_interval to {hourly} s with a failure each hour, or {daily} s with "
-        "one each day"
+        f"a checkpoint of {megabytes:.1f} MB takes {seconds:.2f} s: to save by time, set "
+        f"callbacks.checkpoint.train_time_interval to {hourly} s with a failure an hour, or {daily} s with one a day"
     )
 
 
@@ -203,9 +200,8 @@ def check_loss(cfg: DictConfig) -> str:
     from onecurve.extras.one_process import on_one_process
     from onecurve.run.experiment import assemble
 
-    of_one_step = {"accelerator": "cpu", "precision": "32-true", "max_steps": 1, "limit_val_batches": 0}
     with tempfile.TemporaryDirectory() as folder:
-        one = on_one_process(cfg, folder, **of_one_step)
+        one = on_one_process(cfg, folder, accelerator="cpu", precision="32-true", max_steps=1, limit_val_batches=0)
         one.init_from = None
         logging.disable(logging.WARNING)  # the lines of a run
         try:
@@ -263,7 +259,14 @@ def check_all_reduce(cfg: DictConfig) -> str:
     return f"{place}, {size / 2**20:.0f} MiB in {1e3 * seconds:.1f} ms, {bandwidth / 1e9:.2f} GB/s"
 
 
-_LOCAL = (check_versions, check_devices, check_slurm, check_disk, check_saving, check_data, check_loss, check_wandb)
-CHECKS: dict[str, Check] = {
-    check.__name__.removeprefix("check_").replace("_", "-"): check for check in (*_LOCAL, check_all_reduce)
+CHECKS: dict[str, Check] = {  # in the order in which their findings are printed
+    "versions": check_versions,
+    "devices": check_devices,
+    "slurm": check_slurm,
+    "disk": check_disk,
+    "saving": check_saving,
+    "data": check_data,
+    "loss": check_loss,
+    "wandb": check_wandb,
+    "all-reduce": check_all_reduce,
 }
