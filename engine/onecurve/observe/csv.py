@@ -118,18 +118,15 @@ class CSVLogger(Logger):
                 with self.file.open("a", newline="") as stream:
                     self._writer(stream).writerow(last)
             else:
-                self._rewrite()
+                with atomic_write(self.file) as temporary, temporary.open("w", newline="") as stream:
+                    writer = self._writer(stream)
+                    writer.writeheader()
+                    writer.writerows(self._rows or [])
             self._lacks_rows = self._has_old_lines = False
         except OSError as error:  # such as a full disk
             if not self._lacks_rows:
                 _log.warning("%s lacks rows until it can be written; training continues: %s", self.file.name, error)
             self._lacks_rows = True
-
-    def _rewrite(self) -> None:
-        with atomic_write(self.file) as temporary, temporary.open("w", newline="") as stream:
-            writer = self._writer(stream)
-            writer.writeheader()
-            writer.writerows(self._rows or [])
 
     def _writer(self, stream: Any) -> Any:
         return csv.DictWriter(stream, self._columns, lineterminator=os.linesep)
