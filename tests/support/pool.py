@@ -110,7 +110,7 @@ def _serve(connection: Connection) -> None:
     faulthandler.register(signal.SIGUSR2, _stacks(os.getpid()).open("w"))
     import torch
 
-    from onecurve.process.rank import close_process_group
+    from onecurve.process.groups import close_process_group
     from tests.support.memory import prepare_for_many_tests, release_memory
 
     prepare_for_many_tests()

@@ -21,7 +21,7 @@ from engine.dev.peers.common import (
     memory_format_of,
     set_up,
 )
-from onecurve.process.rank import close_process_group
+from onecurve.process.groups import close_process_group
 
 
 def main() -> None:

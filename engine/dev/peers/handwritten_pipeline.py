@@ -21,7 +21,7 @@ from engine.dev.peers.common import (
     join_process_group,
     set_up,
 )
-from onecurve.process.rank import close_process_group
+from onecurve.process.groups import close_process_group
 
 _BLOCKS = 2  # of the first stage: the cut is before `layer2`
 

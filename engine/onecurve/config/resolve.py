@@ -21,7 +21,7 @@ from onecurve.config.folder import CONF, PROJECT, RECIPES, folder_of, saved_conf
 from onecurve.errors import UserError, as_typed, nearest_options
 from onecurve.identity.option_kinds import flatten_config
 from onecurve.network.net import NET
-from onecurve.process.rank import resolve_devices
+from onecurve.process.devices import device_count, resolve_devices
 from onecurve.records.files import CONFIG
 from onecurve.targets import check_value, drop_replaced_options
 
@@ -201,11 +201,6 @@ def _find_checkpoint(option: str, value: str) -> Path:
     else:
         read_run_checkpoint(checkpoint, option, map_location="meta", mmap=True)
     return checkpoint
-
-
-def device_count(trainer: DictConfig) -> int:
-    """Return the number of devices per node of a resolved trainer configuration."""
-    return trainer.devices if isinstance(trainer.devices, int) else len(trainer.devices)
 
 
 def runs_in_single_process(cfg: DictConfig) -> bool:

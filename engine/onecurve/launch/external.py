@@ -12,9 +12,10 @@ import torch.distributed as dist
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from onecurve.config.resolve import device_count, resolve_config, runs_in_single_process
+from onecurve.config.resolve import resolve_config, runs_in_single_process
 from onecurve.errors import UserError
 from onecurve.identity.option_kinds import flatten_config
+from onecurve.process.devices import device_count
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment

@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from onecurve.config.folder import PROJECT, remove_if_unused
 from onecurve.errors import RankFailedError, UserError
 from onecurve.process.layer_calls import first_different_calls
-from onecurve.process.rank import log_file, report_error
+from onecurve.process.log import log_file, report_error
 from onecurve.records.events import recorded_end
 from onecurve.records.files import METRICS, named_lock, read_json_lines
 

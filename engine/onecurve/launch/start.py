@@ -25,23 +25,23 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from onecurve.checkpoint.newest import stop_message
-from onecurve.config.resolve import device_count, resolve_config, runs_in_single_process
+from onecurve.config.resolve import resolve_config, runs_in_single_process
 from onecurve.errors import RankFailedError, UserError
 from onecurve.launch import restarts
 from onecurve.launch.external import connect_ranks, plan_strategy, share_config
 from onecurve.launch.outcome import exit_rank, first_failure, recorded_command
 from onecurve.process import signals
+from onecurve.process.devices import cores_per_rank, device_count, usable_cores
 from onecurve.process.fork_server import register_end_of_interpreter, start_fork_server
-from onecurve.process.rank import (
-    REPORT_FILE,
-    connect_debugger,
-    cores_per_rank,
+from onecurve.process.groups import process_group_closed
+from onecurve.process.log import REPORT_FILE, connect_debugger, log_to_folder
+from onecurve.process.started_by import (
+    check_tasks_are_started,
     detect_cluster_environment,
-    log_to_folder,
-    process_group_closed,
-    usable_cores,
+    forget_launcher,
+    started_by,
+    take_environment,
 )
-from onecurve.process.started_by import check_tasks_are_started, forget_launcher, started_by, take_environment
 from onecurve.records.events import append_event, logged_steps, read_events
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onecurve.process.rank import REPORT_FILE
+from onecurve.process.log import REPORT_FILE
 
 _FILE = "layer_calls"  # beside the report of each rank
 _KEPT = 4096  # newest calls; the ranks stop a few calls after those that differ

@@ -1,10 +1,16 @@
 """Who started this process, and as which rank: the one reader of the variables that torchrun and srun set."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from onecurve.errors import UserError
+
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins.environments import ClusterEnvironment
 
 # The variables of one rank. A shell may keep them from another job, and torch, Lightning and other libraries read them.
 OF_A_RANK = ["RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
@@ -30,6 +36,19 @@ def check_tasks_are_started() -> None:
             f"the job has several tasks (SLURM_NTASKS={os.environ['SLURM_NTASKS']}), but no srun started them: start "
             "`srun python train.py ...`, or ask for one task"
         )
+
+
+def detect_cluster_environment() -> ClusterEnvironment | None:
+    """Return the environment of torchrun or SLURM, or None if neither started this process as one of several ranks."""
+    if started_by() is None:
+        return None
+    from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+
+    if started_by() == "torchrun":
+        return TorchElasticEnvironment()
+    if "SLURM_NTASKS_PER_NODE" not in os.environ:  # which Lightning requires
+        raise UserError("srun started several tasks: give it --ntasks-per-node in place of --ntasks")
+    return SLURMEnvironment(auto_requeue=False)
 
 
 def started_rank() -> int:

@@ -37,7 +37,9 @@ from onecurve.observe.csv import CSVLogger
 from onecurve.parallel.compatibility import check_callbacks, check_can_divide_steps, check_can_train, resolve_strategy
 from onecurve.parallel.norm_groups import NormGroups
 from onecurve.patches.lightning_loops import leave_signals_alone, replace_parts, steps_of_loggers
-from onecurve.process.rank import log_script, resolve_devices, shorten_user_errors, tune_malloc
+from onecurve.process.devices import resolve_devices
+from onecurve.process.log import log_script, shorten_user_errors
+from onecurve.process.memory import tune_malloc
 from onecurve.process.signals import ended_here
 from onecurve.random.dropout import use_sample_dropout
 from onecurve.random.hashing import hash_ints

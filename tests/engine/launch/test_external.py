@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from onecurve.errors import UserError
 from onecurve.launch import external
 from onecurve.process import started_by
-from onecurve.process.rank import detect_cluster_environment
+from onecurve.process.started_by import detect_cluster_environment
 from tests.support.commands import slurm_task
 
 TASK = slurm_task(1, port=29500)

@@ -11,7 +11,7 @@ import pytest
 from onecurve.config.folder import PROJECT
 from onecurve.errors import RankFailedError, UserError
 from onecurve.launch import outcome
-from onecurve.process.rank import log_file
+from onecurve.process.log import log_file
 from onecurve.process.signals import RESIZE, Stopped
 from onecurve.records.events import append_event, append_restart, read_events
 

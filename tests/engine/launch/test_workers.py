@@ -13,8 +13,8 @@ from typing import Any
 import lightning as L
 import pytest
 
+from onecurve.process.devices import usable_cores
 from onecurve.process.fork_server import PRELOADED, register_end_of_interpreter, start_fork_server
-from onecurve.process.rank import usable_cores
 from onecurve.process.started_by import take_environment
 from tests.support.commands import TINY, TWO, run_here
 

@@ -14,7 +14,7 @@ import pytest
 import rich
 
 from onecurve.observe.progress import ProgressBar
-from onecurve.process.rank import log_to_folder
+from onecurve.process.log import log_to_folder
 from onecurve.run.experiment import assemble
 from tests.support.commands import restored
 from tests.support.runs import compose

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from onecurve.process.layer_calls import _KEPT, first_different_calls, record_layer_calls
-from onecurve.process.rank import REPORT_FILE
+from onecurve.process.log import REPORT_FILE
 
 
 def call(folder: Path, rank: int, layers: str, monkeypatch: pytest.MonkeyPatch) -> None:

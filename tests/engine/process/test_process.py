@@ -14,13 +14,14 @@ from rich.file_proxy import FileProxy
 
 from onecurve.config import command_line
 from onecurve.extras.sweeps.devices import _reserve_cores
-from onecurve.process.rank import TerminalHandler, cores_per_rank, log_script
+from onecurve.process.devices import cores_per_rank
+from onecurve.process.log import TerminalHandler, log_script
 from onecurve.process.signals import die_with_parent
 
 COMMAND = f"wandb sync /{'a-long-folder/' * 8}host:100:key:/"  # ":100:" is also the name of an emoji
 PROGRAM = """
 import resource, sys, torch
-from onecurve.process.rank import map_large_blocks, tune_malloc
+from onecurve.process.memory import map_large_blocks, tune_malloc
 
 kept = tune_malloc() if sys.argv[1] != "leave" else None
 if sys.argv[1] == "map again":

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from onecurve.process.rank import REPORT_FILE
+from onecurve.process.log import REPORT_FILE
 from onecurve.process.signals import Stopped
 from onecurve.run.stopping import Watchdog
 

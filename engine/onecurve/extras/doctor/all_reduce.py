@@ -14,7 +14,8 @@ from torch import Tensor
 
 from onecurve.errors import UserError
 from onecurve.launch.external import connect_ranks, missing_ranks
-from onecurve.process.rank import close_process_group, detect_cluster_environment
+from onecurve.process.groups import close_process_group
+from onecurve.process.started_by import detect_cluster_environment
 
 _TIMEOUT = 60.0  # seconds for the ranks to get ready, and as many for their communication
 _SIZE = 16 << 20  # float32 numbers, 64 MiB

@@ -27,8 +27,8 @@ from onecurve.config.folder import remove_if_unused
 from onecurve.config.resolve import runs_in_single_process
 from onecurve.errors import RankFailedError, UserError
 from onecurve.launch.start import launch
-from onecurve.process.rank import detect_cluster_environment, resolve_devices
-from onecurve.process.started_by import check_tasks_are_started, started_by
+from onecurve.process.devices import resolve_devices
+from onecurve.process.started_by import check_tasks_are_started, detect_cluster_environment, started_by
 from onecurve.targets import build, locate, target_nodes
 
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")

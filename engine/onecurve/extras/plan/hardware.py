@@ -19,7 +19,8 @@ from torch.multiprocessing.spawn import start_processes
 
 from onecurve.config.folder import PROJECT
 from onecurve.network.precision import dtype_name
-from onecurve.process.rank import close_process_group, usable_cores
+from onecurve.process.devices import usable_cores
+from onecurve.process.groups import close_process_group
 from onecurve.records.files import atomic_write
 
 _FILE = "machine.json"  # in the folder runs/

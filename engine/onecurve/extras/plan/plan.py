@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from onecurve.config.folder import CONF, register_resolvers
-from onecurve.config.resolve import BEST, device_count, refuse_unknown_options
+from onecurve.config.resolve import BEST, refuse_unknown_options
 from onecurve.errors import UserError
 from onecurve.extras.one_process import on_one_process
 from onecurve.extras.plan.hardware import Hardware
@@ -33,7 +33,7 @@ from onecurve.network.net import network_of
 from onecurve.network.precision import scales_loss
 from onecurve.parallel.compatibility import check_can_train
 from onecurve.parallel.pipeline.schedules import SCHEDULES
-from onecurve.process.rank import resolve_devices
+from onecurve.process.devices import device_count, resolve_devices
 from onecurve.process.signals import prepare_started_process
 from onecurve.run.experiment import assemble
 from onecurve.targets import build, check_options, check_value, drop_replaced_options, locate

@@ -22,7 +22,7 @@ from onecurve.parallel.norm_groups import check_groups
 from onecurve.parallel.tree_sum import buckets, nodes_of
 from onecurve.parallel.virtual_ranks import LOGGED_COLUMNS
 from onecurve.patches.torch import AnyBatchNorm, ddp_buckets
-from onecurve.process.rank import cores_per_rank
+from onecurve.process.devices import cores_per_rank
 from onecurve.run.bit_exact import num_threads
 
 _BUCKETS = [1 << 20, 25 << 20]  # bytes of DistributedDataParallel's first bucket, and of the others

@@ -28,7 +28,7 @@ class SweepReport(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         self._sweep_pid = os.getpid()  # the sweep's process, also where a launcher unpickles this object
-        from onecurve.process.rank import detect_cluster_environment
+        from onecurve.process.started_by import detect_cluster_environment
 
         if env := detect_cluster_environment():
             message = "error: -m: a sweep starts the processes of its jobs, so start it without torchrun or srun"

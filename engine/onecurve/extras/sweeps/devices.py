@@ -11,8 +11,7 @@ from filelock import Timeout
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from onecurve.config.resolve import device_count
-from onecurve.process.rank import usable_cores
+from onecurve.process.devices import device_count, usable_cores
 from onecurve.records.files import named_lock
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -1,17 +1,12 @@
-"""A process that is a rank: its devices, log and memory, and the timeouts and the end of its process groups."""
+"""Where a rank keeps and shows messages and errors: its log, the terminal, and the report that its launcher reads."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import resource
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from signal import SIGKILL
@@ -19,23 +14,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-import torch
-import torch.distributed as dist
-
 from onecurve.errors import UserError, in_python
-from onecurve.patches.torch import set_timeout_of_all_groups
-from onecurve.process.signals import Stopped, drop_lost_readers
-from onecurve.process.started_by import started_by
+from onecurve.process.signals import drop_lost_readers
 
 if TYPE_CHECKING:
     import lightning as L
-    from lightning.pytorch.plugins.environments import ClusterEnvironment
 
 REPORT_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable with the path of a rank's report
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # the constants of glibc's malloc.h
-_RSS_BYTES = 1 if sys.platform == "darwin" else 1024  # bytes per unit of ru_maxrss
-_PAUSE = 0.05  # seconds, so that gloo's threads can take the GIL
-_MARGIN = timedelta(minutes=5)
 _ERROR_DELAY = 3.0  # seconds in which rank zero ends the others, if all ranks have an error
 _LOST_RANK = ("gloo/transport", "ncclRemoteError")  # in an error of gloo or NCCL
 _trainers = WeakSet["L.Trainer"]()  # of a script
@@ -63,46 +48,6 @@ _SHOWN = (
     "lightning.pytorch.callbacks.early_stopping",
     "lightning.pytorch.callbacks.model_summary",
 )
-
-
-def detect_cluster_environment() -> ClusterEnvironment | None:
-    """Return the environment of torchrun or SLURM, or None if neither started this process as one of several ranks."""
-    if started_by() is None:
-        return None
-    from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
-
-    if started_by() == "torchrun":
-        return TorchElasticEnvironment()
-    if "SLURM_NTASKS_PER_NODE" not in os.environ:  # which Lightning requires
-        raise UserError("srun started several tasks: give it --ntasks-per-node in place of --ntasks")
-    return SLURMEnvironment(auto_requeue=False)
-
-
-def resolve_devices(accelerator: str, devices: Any) -> tuple[str, int | list[int]]:
-    """Return the accelerator without `auto`, and the number of devices per node or the listed GPU indices."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator == "auto":
-        accelerator = found.type if found else "cpu"
-    if accelerator != "cpu" and found is None:
-        raise UserError(f"trainer.accelerator={accelerator}, but this machine has none: set auto or cpu")
-    num_gpus = 0 if accelerator == "cpu" else torch.accelerator.device_count()
-    if devices in ("auto", -1):
-        # torchrun has already started LOCAL_WORLD_SIZE processes.
-        return accelerator, int(os.environ.get("LOCAL_WORLD_SIZE", num_gpus or 1))
-    indices = list(devices) if isinstance(devices, Sequence) and not isinstance(devices, str) else []
-    count = devices if isinstance(devices, int) else len(indices)
-    if count < 1:
-        raise UserError(f"trainer.devices={devices} is no number of devices: give a number, a list of GPUs, or auto")
-    if len(set(indices)) < len(indices):
-        raise UserError(f"trainer.devices={devices} lists a device twice: list each one once")
-    if accelerator == "cpu":
-        return accelerator, count
-    if max(count, max(indices, default=0) + 1) > num_gpus:
-        raise UserError(
-            f"trainer.devices={devices}, but this machine has {num_gpus} GPU{'s' * (num_gpus > 1)}: "
-            f"set trainer.devices={num_gpus}, or trainer.accelerator=cpu to run processes on the CPU"
-        )
-    return accelerator, indices or count
 
 
 def log_file(run_dir: str | Path, rank: int) -> Path:
@@ -232,87 +177,3 @@ def connect_debugger(rank: int) -> None:
         sys.stdin = os.fdopen(0, closefd=False)
     else:
         os.environ.setdefault("PYTHONBREAKPOINT", "0")
-
-
-def cores_per_rank(ranks: int) -> int:
-    """Return the CPU cores for each of the ranks of this node; torch would use all of them in each process.
-
-    GPU ranks need them as well, for data that is read or transformed on the host. A rank that SLURM started has cores
-    of its own.
-    """
-    if "SLURM_CPUS_PER_TASK" in os.environ and started_by() != "torchrun":
-        return int(os.environ["SLURM_CPUS_PER_TASK"])
-    return len(usable_cores()) // ranks
-
-
-def usable_cores() -> list[int]:
-    """Return the numbers of the CPU cores that this process may use; on macOS all, because it does not tell."""
-    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
-
-
-def tune_malloc() -> bool:
-    """Let glibc's malloc reuse large blocks; return whether it accepted both options.
-
-    By default it maps each large block anew, and the kernel fills its pages with zeros. For the activations of a
-    network this takes a fifth of each step or more. The price is fragmentation: up to a fifth more memory was measured.
-    """
-    return _mallopt(_MMAP_MAX, 0) and _mallopt(_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def map_large_blocks() -> bool:
-    """Let glibc's malloc map blocks of 32 MiB and more again; return whether it accepted both options.
-
-    FSDP gathers and frees weights of many sizes, which leaves holes in memory that is kept: a process of two with
-    180 MiB of weights grew from 1.2 to 2.8 GiB in sixty steps.
-    """
-    return _mallopt(_MMAP_THRESHOLD, 2**25) and _mallopt(_MMAP_MAX, 2**16)
-
-
-def _mallopt(option: int, value: int) -> bool:
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
-    return mallopt is not None and bool(mallopt(option, value))
-
-
-def peak_memory_mib(device: torch.device) -> float:
-    """Return the peak of the allocated tensors on a GPU, or of the resident set size on a CPU, in MiB."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_BYTES / 2**20
-
-
-def set_timeouts_after(seconds: float) -> None:
-    """Let the collectives of all process groups fail some minutes after `launch.timeout` seconds.
-
-    The timer of `onecurve/run/stopping.py` then ends the rank that hangs. NCCL would end one that waits for it: by
-    default after half an hour, and after ten minutes in the subgroups of a device mesh, which take no timeout.
-    """
-    if dist.is_initialized():
-        set_timeout_of_all_groups(timedelta(seconds=seconds) + _MARGIN)
-
-
-def close_process_group() -> None:
-    """Destroy the process group. A process that exits while its gloo group exists may abort.
-
-    The pause avoids a deadlock in torch (docs/upstream/gloo_gil.md). A thread of gloo that still has to free a tensor
-    waits for the GIL, and the destructor of the group holds the GIL while it waits for that thread.
-    """
-    if dist.is_initialized():
-        time.sleep(_PAUSE)
-        dist.destroy_process_group()
-
-
-@contextmanager
-def process_group_closed() -> Iterator[None]:
-    """Close the process group after the code in this context, also if a signal has stopped all ranks at one step.
-
-    After another error it stays open: closing it would fail the other ranks before this one has reported its error, and
-    NCCL might wait for them.
-    """
-    try:
-        yield
-    except Stopped:
-        close_process_group()
-        raise
-    close_process_group()
