@@ -23,7 +23,7 @@ from onecurve.config.folder import PROJECT, remove_if_unused
 from onecurve.errors import RankFailedError, UserError
 from onecurve.process.layer_calls import first_different_calls
 from onecurve.process.log import log_file, report_error
-from onecurve.records.events import recorded_end
+from onecurve.records.events import failure_recorded
 from onecurve.records.files import METRICS, named_lock, read_json_lines
 
 _EXIT_DELAY = 3.0  # seconds; torchrun and this launcher look at the ranks ten times a second
@@ -142,7 +142,7 @@ def recorded_command(cfg: DictConfig) -> Iterator[None]:
             "another folder"
         ) from None
     try:
-        with recorded_end(cfg.run_dir):
+        with failure_recorded(cfg.run_dir):
             yield
     finally:
         if cfg.report and not cfg.doctor:

@@ -85,10 +85,10 @@ def end_of(error: BaseException) -> tuple[str, str]:
 
 
 @contextmanager
-def recorded_end(run_dir: str | Path) -> Iterator[None]:
-    """Record that an earlier process of the run was killed, if so, and how this one fails or stops.
+def failure_recorded(run_dir: str | Path) -> Iterator[None]:
+    """Record how this process of the run fails or stops, and that an earlier one was killed, if so.
 
-    Rank zero records that it has finished: it knows the step, which metrics.csv may not have.
+    Success is left to rank zero, which records `finished` itself: it knows the step, which metrics.csv may not have.
     """
     append_kill(run_dir)
     try:

@@ -88,6 +88,7 @@ def build_trainer(cfg: DictConfig) -> Trainer:
             virtual_ranks=cfg.virtual_ranks,
             bit_exact=cfg.bit_exact,
             timeout=cfg.launch.timeout,
+            enable_checkpointing=False,  # by the configured callbacks alone
             # Without a bar among the callbacks, Lightning would add its own.
             enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks.values()),
         )

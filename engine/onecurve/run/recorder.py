@@ -60,10 +60,11 @@ class RunRecorder(L.Callback):
         self._config_before: str | None = None  # the text of config.yaml, if a fit continues a run
 
     @contextmanager
-    def held_loggers(self, trainer: L.Trainer) -> Iterator[None]:
-        """Take the loggers that have not started from the trainer, where a script finds them before and after a stage.
+    def waiting_loggers_hidden(self, trainer: L.Trainer) -> Iterator[None]:
+        """During a stage, hide from Lightning the loggers that have not started: `_start` adds them when they do.
 
-        A script may also have removed one there.
+        Lightning would start them in its setup, before the checks that may refuse the run. Outside of a stage a script
+        finds all loggers in `trainer.loggers`, and may have removed one there.
         """
         self._loggers = [one for one in trainer.loggers if one in self._loggers]
         trainer.loggers = [one for one in trainer.loggers if one not in self._loggers]

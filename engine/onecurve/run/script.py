@@ -1,17 +1,30 @@
-"""The description of a run that a script starts: what its objects say of themselves, in the form of a configuration."""
+"""The run of a script: its log and record, and its description, in the form of a configuration, by its objects."""
 
+import logging
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FunctionType
 from typing import Any
 
 import lightning as L
 import numpy as np
+import torch
 from lightning.pytorch import callbacks
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from onecurve.patches.lightning_loops import steps_of_loggers
+from onecurve.process.log import log_script, shorten_user_errors
+from onecurve.process.signals import ended_here
+from onecurve.records.events import append_event, failure_recorded
+from onecurve.run.saving import check_overwrites_nothing
 from onecurve.targets import default_options, plain_config
 
+_log = logging.getLogger(__name__)
+USERS_SEED = "PL_GLOBAL_SEED"  # the variable in which `lightning.seed_everything` keeps its seed
 _PLAIN = (bool, int, float, str, type(None))
 _NOT_PLAIN = object()
 _NOT_COMPOSED: dict[str, Any] = {"overrides": [], "changes": [], "revision": None, "modified": False, "strategy": None}
@@ -22,20 +35,56 @@ _TRAINING = (
 )
 
 
+class ScriptRun:
+    """What a trainer does that a script has built, without a launcher that records the run and a configuration."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        log_script(rank_zero_only.rank)
+        shorten_user_errors(trainer, rank_zero_only.rank)
+
+    def prepare(
+        self, stage: str, module: L.LightningModule, data: L.LightningDataModule, path: str | None
+    ) -> DictConfig:
+        """Check that a fit overwrites no other run; return the configuration of a stage from the checkpoint `path`."""
+        if stage == "fit":
+            check_overwrites_nothing(self.trainer, path)
+            if not path:
+                _warn_of_early_module(self.trainer.seed)
+        return describe_script(self.trainer, module, data, stage, path)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Return a context for a stage: rank zero records how a fit ends, and a notebook goes on after a signal."""
+        is_recorded, folder = name == "fit" and self.trainer.is_global_zero, self.trainer.default_root_dir
+        recorded = failure_recorded(folder) if is_recorded else nullcontext()
+        with recorded, ended_here() if hasattr(sys, "ps1") else nullcontext():
+            yield
+        if is_recorded:
+            append_event(folder, "finished", steps_of_loggers(self.trainer))
+
+
+def _warn_of_early_module(seed: int) -> None:
+    """Warn if nothing was drawn since the trainer has seeded the generators: the weights may be from before."""
+    untouched = torch.Generator().manual_seed(seed).get_state()
+    if not os.environ.get(USERS_SEED) and torch.equal(untouched, torch.get_rng_state()):
+        _log.warning(
+            "no random number was drawn since the trainer has seeded the generators: if the module was built before "
+            "it, build it after it, or call lightning.seed_everything first, so that each run begins with the same "
+            "weights"
+        )
+
+
 def describe_script(
-    trainer: Any,
-    module: L.LightningModule,
-    data: L.LightningDataModule,
-    given: dict[str, Any],
-    stage: str,
-    path: str | None,
+    trainer: Any, module: L.LightningModule, data: L.LightningDataModule, stage: str, path: str | None
 ) -> DictConfig:
     """Return the configuration that names the experiment of a script's run.
 
     Its options are the arguments of the trainer, and the hyper-parameters that module and DataModule have kept by
-    `save_hyperparameters`. Other arguments of these are not compared when a run continues. `given` has the trainer's
-    arguments by name; `stage` begins from the checkpoint `path`.
+    `save_hyperparameters`. Other arguments of these are not compared when a run continues. The stage begins from
+    the checkpoint `path`.
     """
+    given = trainer.given_arguments
     limits = {f"limit_{name}_batches": limit for name, limit in trainer.limits.items()}
     arguments = {
         "devices": trainer.num_devices,

@@ -3,7 +3,6 @@
 import inspect
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
@@ -13,13 +12,10 @@ from typing import Any, ParamSpec, cast
 from unittest import mock
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import Checkpoint, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import DoublePrecision
-from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
-from torch import Tensor
 
 from onecurve.checkpoint.begun_epoch import BegunEpoch
 from onecurve.checkpoint.io import AtomicCheckpointIO
@@ -36,28 +32,24 @@ from onecurve.network.precision import is_double
 from onecurve.observe.csv import CSVLogger
 from onecurve.parallel.compatibility import check_callbacks, check_can_divide_steps, check_can_train, resolve_strategy
 from onecurve.parallel.norm_groups import NormGroups
-from onecurve.patches.lightning_loops import leave_signals_alone, replace_parts, steps_of_loggers
+from onecurve.patches.lightning_loops import leave_signals_alone, replace_parts
 from onecurve.process.devices import resolve_devices
-from onecurve.process.log import log_script, shorten_user_errors
 from onecurve.process.memory import tune_malloc
-from onecurve.process.signals import ended_here
 from onecurve.random.dropout import use_sample_dropout
 from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import AFTER_STAGE, seed_generators
 from onecurve.random.step_seeds import RandomNumbers
-from onecurve.records.events import append_event, recorded_end
-from onecurve.records.files import CHECKPOINTS
 from onecurve.run import arguments
 from onecurve.run.attributes import Attributes
 from onecurve.run.bit_exact import BitExactness
-from onecurve.run.ckpt_path import check_overwrites_nothing, find_checkpoint, monitoring
+from onecurve.run.ckpt_path import find_checkpoint, monitoring
 from onecurve.run.known_errors import translated_errors
 from onecurve.run.late_saves import LateSaves
 from onecurve.run.logged_values import LoggedValues, LogPointConnector
 from onecurve.run.metric_states import MetricStates, MetricSync, VirtualMetrics
 from onecurve.run.recorder import RunRecorder
 from onecurve.run.saving import LastCheckpoint
-from onecurve.run.script import describe_script
+from onecurve.run.script import USERS_SEED, ScriptRun
 from onecurve.run.step import StepInParts
 from onecurve.run.stopping import PreemptionHandler, Watchdog
 from onecurve.run.training_loop import LoopChanges, PreparingConnector
@@ -66,7 +58,6 @@ _log = logging.getLogger(__name__)
 _FOLDER = "onecurve_logs"  # of a run without `default_root_dir`, beside Lightning's lightning_logs
 _Arguments = ParamSpec("_Arguments")
 _stages = count()  # of all trainers of the process
-_USERS_SEED = "PL_GLOBAL_SEED"  # the variable in which `lightning.seed_everything` keeps its seed
 
 
 def _typed_as(method: Callable[_Arguments, Any]) -> Callable[[Any], Callable[_Arguments, Any]]:
@@ -128,11 +119,8 @@ class Trainer(L.Trainer):
         config: DictConfig | None = None,
         **kwargs: Any,
     ) -> None:
-        self._is_script = config is None
-        if self._is_script:
-            log_script(rank_zero_only.rank)
-            shorten_user_errors(self, rank_zero_only.rank)
-        self.seed = int(os.environ.get(_USERS_SEED) or 0) if seed is None else seed
+        self._script = ScriptRun(self) if config is None else None
+        self.seed = int(os.environ.get(USERS_SEED) or 0) if seed is None else seed
         self.virtual_ranks = (4 if bit_exact else 1) if virtual_ranks is None else virtual_ranks
         arguments.check_arguments(self.seed, self.virtual_ranks, bit_exact, kwargs)
         self.bit_exact, self.accumulate, self.sync_batchnorm = bit_exact, accumulate_grad_batches, sync_batchnorm
@@ -141,9 +129,10 @@ class Trainer(L.Trainer):
         self.final_metrics: dict[str, Any] = {}
         self._data: OrderedData | None = None  # of the last stage
         self._fitted: L.LightningDataModule | None = None  # the user's data of the last fit
-        self._arguments = {"timeout": timeout, **kwargs}
+        self.given_arguments = {"timeout": timeout, **kwargs}
         self._folder = Path(default_root_dir or _FOLDER).expanduser()
-        self._state_before_module = _seed_initial_weights(self.seed)
+        with mock.patch.dict(os.environ):  # or a later trainer would take this seed for the user's
+            L.seed_everything(self.seed, verbose=False)
         accelerator, devices = resolve_devices(accelerator, devices)
         kwargs["deterministic"] = kwargs.get("deterministic") or (bit_exact and accelerator != "cpu") or None
         if bit_exact:  # cuDNN would choose its kernels by their times, in each process again
@@ -160,6 +149,8 @@ class Trainer(L.Trainer):
         self.buffer_check = BufferCheck()
         loggers = arguments.as_list(None if isinstance(logger, bool) else logger)
         self._recorder = RunRecorder(config, loggers)
+        # Lightning gets neither accumulate_grad_batches nor sync_batchnorm: its batch is a step, whose parts and groups
+        # OrderedData and NormGroups make.
         super().__init__(
             strategy=resolve_strategy(strategy, devices, kwargs.get("num_nodes", 1)),
             accelerator=accelerator,
@@ -183,8 +174,7 @@ class Trainer(L.Trainer):
     def _with_last_checkpoint(self, given: dict[str, L.Callback], is_wanted: bool | None) -> dict[str, L.Callback]:
         """Return the given callbacks, with one that saves the last state, behind the others, whose state it saves."""
         folder = str(self._folder / CHECKPOINTS)
-        # The template chooses its own.
-        if self._is_script and is_wanted is not False and not arguments.has_kind(given, LastCheckpoint):
+        if is_wanted is not False and not arguments.has_kind(given, LastCheckpoint):
             given["checkpoint"] = LastCheckpoint(folder)
         for one in given.values():
             if isinstance(one, ModelCheckpoint) and one.dirpath is None:
@@ -235,7 +225,7 @@ class Trainer(L.Trainer):
         Raises:
             UserError: if the folder holds a run, which this one does not continue.
         """
-        arguments.check_precision(self._arguments.get("precision"), self.accelerator)
+        arguments.check_precision(self.given_arguments.get("precision"), self.accelerator)
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
         path = find_checkpoint(self, ckpt_path, weights_only is not False)
         if path:  # which has the learning rate; the search would train a continued run from its first step
@@ -243,15 +233,10 @@ class Trainer(L.Trainer):
             self.callbacks = [one for one in callbacks if type(one) is not LearningRateFinder]
         else:
             arguments.check_search(self)
-        if self._is_script and ckpt_path not in ("last", "best"):
-            check_overwrites_nothing(self, path)
         data = self._prepare("fit", model, loaders, datamodule, path)
         self._fitted = data.plain
-        is_recorded = self._is_script and self.is_global_zero  # the launcher of train.py records the end itself
-        with recorded_end(self._folder) if is_recorded else nullcontext(), self._stage(path):
+        with self._stage("fit", path):
             super().fit(model, datamodule=data, ckpt_path=path, weights_only=weights_only)
-        if is_recorded:
-            append_event(self._folder, "finished", steps_of_loggers(self))
 
     @_typed_as(L.Trainer.validate)
     def validate(self, *args: Any, **options: Any) -> Any:
@@ -280,9 +265,9 @@ class Trainer(L.Trainer):
         if ckpt_path and not path:
             raise CheckpointUserError(f"{stage}(ckpt_path='last'): {self._folder} has no checkpoint: fit first")
         data = self._prepare(stage, module, loaders, datamodule, path)
-        if path and not self._is_script:  # which shows Lightning's own lines
+        if path and not self._script:  # which shows Lightning's own lines
             _log.info("%s: the weights of %s", stage, path)
-        with self._stage(path):
+        with self._stage(stage, path):
             return run(module, datamodule=data, ckpt_path=path, **given)
 
     # Lightning's properties would be the loaders of a rank's parts.
@@ -313,11 +298,11 @@ class Trainer(L.Trainer):
         return super().enable_validation and (self._data is None or self._data.evaluates("val"))
 
     @contextmanager
-    def _stage(self, path: str | None) -> Iterator[None]:
-        """Return a context for a stage, after which a notebook goes on, and a script draws other numbers each time."""
-        ending = ended_here() if self._is_script and hasattr(sys, "ps1") else nullcontext()
+    def _stage(self, name: str, path: str | None) -> Iterator[None]:
+        """Return a context for a stage from a checkpoint; after it a script draws other numbers each time."""
+        of_script = self._script.stage(name) if self._script else nullcontext()
         try:
-            with ending, translated_errors(path), self._recorder.held_loggers(self):
+            with of_script, translated_errors(path), self._recorder.waiting_loggers_hidden(self):
                 yield
             self.final_metrics |= self.callback_metrics
         finally:
@@ -325,16 +310,6 @@ class Trainer(L.Trainer):
                 self.virtual_metrics.teardown()
             key = int(hash_ints(self.seed, AFTER_STAGE, next(_stages)))
             seed_generators(key, self.strategy.root_device.type)
-
-    def _warn_of_early_module(self) -> None:
-        """Warn if nothing was drawn since this trainer has seeded the generators: the weights may be from before."""
-        before, self._state_before_module = self._state_before_module, None
-        if before is not None and torch.equal(before, torch.get_rng_state()):
-            _log.warning(
-                "no random number was drawn since the trainer has seeded the generators: if the module was built "
-                "before it, build it after it, or call lightning.seed_everything first, so that each run begins with "
-                "the same weights"
-            )
 
     def ordered_data(self, plain: L.LightningDataModule) -> OrderedData:
         """Return the data of a run, in its order: the same object as long as the DataModule is the same."""
@@ -382,18 +357,9 @@ class Trainer(L.Trainer):
             plain = self._fitted if self._fitted is not None and stage != "fit" else ModuleData()
         data = self.ordered_data(plain)
         self.prepare_module(module)
-        if self._is_script:
-            if stage == "fit" and not ckpt_path:
-                self._warn_of_early_module()
-            self._recorder.config = describe_script(self, module, data.plain, self._arguments, stage, ckpt_path)
+        if self._script:
+            self._recorder.config = self._script.prepare(stage, module, data.plain, ckpt_path)
         return data
-
-
-def _seed_initial_weights(seed: int) -> Tensor | None:
-    """Seed what initial weights are drawn from; return the state of torch's, unless the user has seeded it too."""
-    with mock.patch.dict(os.environ):  # or a later trainer would take this seed for the user's
-        L.seed_everything(seed, verbose=False)
-    return None if os.environ.get(_USERS_SEED) else torch.get_rng_state()
 
 
 # The arguments of this class, with those that it hands on: a configuration is checked by them, and editors show them.

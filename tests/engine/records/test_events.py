@@ -17,9 +17,9 @@ from onecurve.records.events import (
     append_event,
     append_kill,
     end_of,
+    failure_recorded,
     logged_steps,
     read_events,
-    recorded_end,
 )
 
 METRICS = "step,epoch,loss\n9,0,1.5\n"
@@ -154,9 +154,9 @@ def test_the_end_of_a_run_by_an_error(error: BaseException, end: tuple[str, str]
 
 def test_a_kill_and_a_stop_are_recorded(tmp_path: Path) -> None:
     write(tmp_path, "start")
-    with recorded_end(tmp_path):
+    with failure_recorded(tmp_path):
         append_event(tmp_path, "start")
-    with suppress(KeyboardInterrupt), recorded_end(tmp_path):
+    with suppress(KeyboardInterrupt), failure_recorded(tmp_path):
         append_event(tmp_path, "start")
         raise KeyboardInterrupt
     assert names(tmp_path) == ["start", "killed", "start", "killed", "start", "stopped"]
