@@ -13,9 +13,9 @@ from .run.experiment import build_module as build_module
 from .run.experiment import build_trainer as build_trainer
 
 # Training from Python
-from .notebook import Result as Result
 from .notebook import compose as compose
 from .notebook import train as train
+from .run.result import Result as Result
 from .targets import build as build
 from .run.trained import load_run as load_run
 

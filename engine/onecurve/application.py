@@ -70,7 +70,7 @@ def _run_job(cfg: DictConfig) -> dict[str, float] | float:
 
             show_plan(cfg)
             return {}
-        return launch(cfg)
+        return launch(cfg).metrics
     except Exception as error:
         folder = HydraConfig.get().runtime.output_dir
         if isinstance(error, UserError):

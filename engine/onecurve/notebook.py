@@ -1,13 +1,10 @@
 """Compose and train from Python, in a notebook or a script, as train.py does from the command line."""
 
-import csv
 import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -18,36 +15,7 @@ from onecurve.config.folder import CONF, register_resolvers, remove_if_unused
 from onecurve.errors import UserError
 from onecurve.process import signals
 from onecurve.process.started_by import forget_other_ranks
-from onecurve.records.files import METRICS
-
-if TYPE_CHECKING:
-    import lightning as L
-
-_COLUMN_TYPES = {"step": int, "epoch": int}  # of metrics.csv; all others are float
-
-
-@dataclass(frozen=True)
-class Result:
-    """The outcome of `train`.
-
-    Attributes:
-        metrics: last value of each metric, by name.
-        folder: the run folder, from which `load_run` reads the network.
-        trainer: Lightning's trainer, with its `lightning_module` and `datamodule`; None if the ranks were other
-            processes.
-    """
-
-    metrics: dict[str, float]
-    folder: Path
-    trainer: "L.Trainer | None" = None
-
-    @property
-    def history(self) -> list[dict[str, float]]:
-        """The rows of metrics.csv, each without its empty cells; `pandas.DataFrame` takes them."""
-        file = self.folder / METRICS
-        with file.open(newline="") as stream:
-            rows = list(csv.DictReader(stream))
-        return [{name: _COLUMN_TYPES.get(name, float)(cell) for name, cell in row.items() if cell} for row in rows]
+from onecurve.run.result import Result
 
 
 def compose(*overrides: str) -> DictConfig:
@@ -74,7 +42,6 @@ def train(cfg: DictConfig) -> Result:
     from onecurve.launch.start import launch
 
     forget_other_ranks()
-    trainers: list[L.Trainer] = []
     with _hydra_initialized(list(cfg.runtime.overrides)), _process_restored():
         # What Hydra itself sets for a run in its folder.
         complete = hydra.compose("train", list(cfg.runtime.overrides), return_hydra_config=True)
@@ -84,11 +51,10 @@ def train(cfg: DictConfig) -> Result:
         own_copy = cfg.copy()
         OmegaConf.set_readonly(own_copy, False)
         try:
-            metrics = launch(own_copy, keep_trainer=trainers.append)
+            return launch(own_copy)
         except UserError:
             remove_if_unused(folder)
             raise
-    return Result(metrics, Path(trainers[0].default_root_dir), trainers[0]) if trainers else Result(metrics, folder)
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from omegaconf.errors import ReadonlyConfigError
 
 from onecurve import compose, load_run, train
 from onecurve.errors import UserError
-from onecurve.notebook import Result
 from onecurve.process import signals
 from onecurve.process.signals import Stopped
+from onecurve.run.result import Result
 from src.models.classifier import ImageClassifier
 from tests.support import runs
 from tests.support.commands import TINY, TWO, run_here, steps

@@ -16,7 +16,7 @@ from engine.dev.gpu_check.case import Case, CheckFailedError, Session
 from engine.dev.gpu_check.cases import cases
 from engine.dev.gpu_check.runs import expect_equal
 from engine.dev.shared.process import TIMED_OUT, Command, run_together
-from onecurve.notebook import Result
+from onecurve.run.result import Result
 from tests.support.commands import ROOT, run_here, wait_until
 
 SLEEP = "import os, sys, time; open(sys.argv[1] + '/pid', 'w').write(str(os.getpid())); time.sleep(600)"

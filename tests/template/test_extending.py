@@ -37,7 +37,7 @@ def train(cfg: DictConfig, project: Path) -> dict[str, float]:
     for search_path, folder in ((sys.path, str(project)), (src.models.__path__, f"{project}/src/models")):
         if folder not in search_path:
             search_path.insert(0, folder)
-    return run_experiment(cfg)
+    return run_experiment(cfg).metrics
 
 
 def run_script(line: str, project: Path) -> None:

@@ -109,7 +109,7 @@ def test_trains(overrides: list[str], pool: Pool, folder: Path) -> None:
     if cfg.fit:
         assert all("train/loss" in record.metrics for record in fit_ranks(cfg, pool))
     else:
-        metrics = run_experiment(cfg)
+        metrics = run_experiment(cfg).metrics
         assert "test/acc" in metrics or (folder / "predictions.csv").read_text().count("\n") == 3
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.dev.gpu_check.case import Session, expect
 from engine.dev.gpu_check.runs import SHORT_PARITY, checkpoint, run
 from engine.dev.gpu_check.two_hosts import run_on_two_hosts
-from onecurve.notebook import Result
+from onecurve.run.result import Result
 
 PRECISIONS = ["32-true", "bf16-mixed"]
 _MIDDLE = 3  # steps before the end; the epoch has more

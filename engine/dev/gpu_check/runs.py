@@ -8,7 +8,7 @@ import torch
 
 from engine.dev.gpu_check.case import Session, expect
 from onecurve import compose, train
-from onecurve.notebook import Result
+from onecurve.run.result import Result
 
 SHORT_PARITY = [  # eight steps in float64, past the end of an epoch
     "experiment=parity",

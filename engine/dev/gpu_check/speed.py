@@ -8,8 +8,8 @@ from lightning.pytorch.callbacks import Timer
 from engine.dev.gpu_check.case import NotHere, Session, expect
 from engine.dev.gpu_check.runs import TINY, column, middle, run
 from engine.dev.shared.process import last_line, python, run_limited
-from onecurve.notebook import Result
 from onecurve.observe.throughput import flops_per_sample
+from onecurve.run.result import Result
 
 _STEPS_PER_EPOCH = 25  # of the speedrun: 50,000 images in batches of 2,000
 _RESNET_BATCH = 512

@@ -13,7 +13,7 @@ from engine.dev.gpu_check.case import Session, expect
 from engine.dev.gpu_check.runs import SHORT_PARITY, expect_equal, overrides, run
 from engine.dev.gpu_check.strategies import groups_of
 from engine.dev.shared.process import Command, python, run_together
-from onecurve.notebook import Result
+from onecurve.run.result import Result
 
 _HOSTS = 2
 _LIMIT = 90  # seconds of a run

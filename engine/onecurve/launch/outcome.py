@@ -131,8 +131,8 @@ def _first_report(reports: Path, run_dir: str) -> Exception | None:
 
 
 @contextlib.contextmanager
-def recorded_command(cfg: DictConfig) -> Iterator[None]:
-    """Let no other start of the run begin meanwhile; record how this one ends, and write the page of the run."""
+def run_lifecycle(cfg: DictConfig) -> Iterator[None]:
+    """Let no other start of the run begin meanwhile; record if this one fails; then write the page of the run."""
     lock = named_lock(f"run {Path(cfg.run_dir).resolve()}")
     try:
         lock.acquire(timeout=_LOCK_TIMEOUT)
@@ -145,7 +145,7 @@ def recorded_command(cfg: DictConfig) -> Iterator[None]:
         with failure_recorded(cfg.run_dir):
             yield
     finally:
-        if cfg.report and not cfg.doctor:
+        if cfg.report:
             write_report(Path(cfg.run_dir))
         lock.release()
 

@@ -1,8 +1,9 @@
 """Start the ranks of a run: in this process, in new ones of this host, or in those of torchrun or SLURM.
 
-The configuration is composed in the process that the user started, and each rank that it starts gets that very object;
-ranks that torchrun or SLURM started take rank zero's. A process that starts ranks never touches a device. No command
-line is rebuilt, and a job of a sweep leaves nothing behind for the next one.
+The configuration is composed and resolved in the process that the user started. It is handed to the ranks as it is: to
+a single one in this process, as a pickled copy to each new process, and from rank zero to those that torchrun or SLURM
+started. A process that starts ranks never touches a device. No command line is rebuilt, and a job of a sweep leaves
+nothing behind for the next one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from onecurve.config.resolve import resolve_config, runs_in_single_process
 from onecurve.errors import RankFailedError, UserError
 from onecurve.launch import restarts
 from onecurve.launch.external import connect_ranks, plan_strategy, share_config
-from onecurve.launch.outcome import exit_rank, first_failure, recorded_command
+from onecurve.launch.outcome import exit_rank, first_failure, run_lifecycle
 from onecurve.process import signals
 from onecurve.process.devices import cores_per_rank, device_count, usable_cores
 from onecurve.process.fork_server import register_end_of_interpreter, start_fork_server
@@ -40,29 +41,44 @@ from onecurve.process.started_by import (
     detect_cluster_environment,
     forget_launcher,
     started_by,
+    started_rank,
     take_environment,
 )
 from onecurve.records.events import append_event, logged_steps, read_events
+from onecurve.run.result import Result
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.environments import ClusterEnvironment
+
+Job = Callable[[DictConfig], Result]
+
+
+def run_rank(cfg: DictConfig) -> Result:
+    """Run the experiment on one rank, in this process; `Trainer.fit` opens the process group, which is closed here."""
+    from onecurve.run.experiment import run_experiment  # late: it imports Lightning, which a mere launcher never uses
+
+    log_to_folder(cfg.run_dir, started_rank())
+    if device_count(cfg.trainer) > 1 and not runs_in_single_process(cfg):
+        torch.set_num_threads(max(1, cores_per_rank(device_count(cfg.trainer))))
+    with process_group_closed():
+        return run_experiment(cfg)
 
 
 def launch(
     cfg: DictConfig,
     around_workers: Callable[[DictConfig], AbstractContextManager[Any]] = nullcontext,
-    keep_trainer: Callable[[Any], None] | None = None,
-) -> dict[str, float]:
-    """Run the job of a composed configuration on all its ranks; return rank zero's final metrics.
+    job: Job = run_rank,
+) -> Result:
+    """Do a job on all ranks of a composed configuration; return the result of rank zero, or of this process's rank.
 
     Args:
         around_workers: context manager around the processes that this launcher starts, as those of a sweep's job; it
             gets the resolved configuration.
-        keep_trainer: gets the trainer after the run if this process is a rank, as in a notebook.
+        job: what each rank does with the resolved configuration; `doctor=true` has one of its own.
     """
     check_tasks_are_started()
     if env := detect_cluster_environment():
-        return _join_started_ranks(env, cfg, keep_trainer)
+        return _join_started_ranks(env, cfg, job)
     if cfg.launch.elastic is True:  # a job that was queued again may have one task
         cfg.trainer.num_nodes = int(os.environ.get("SLURM_NNODES", cfg.trainer.num_nodes))
     cfg = resolve_config(cfg, plan_strategy)
@@ -76,15 +92,13 @@ def launch(
         )
     is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if devices == 1 and not is_sweep and not cfg.launch.max_restarts:
-        with recorded_command(cfg):
-            return run_rank(cfg, rank=0, keep_trainer=keep_trainer)
-    with around_workers(cfg), recorded_command(cfg):
-        return launch_workers(cfg)
+        with run_lifecycle(cfg):
+            return job(cfg)
+    with around_workers(cfg), run_lifecycle(cfg):
+        return launch_workers(cfg, job)
 
 
-def _join_started_ranks(
-    env: ClusterEnvironment, cfg: DictConfig, keep_trainer: Callable[[Any], None] | None
-) -> dict[str, float]:
+def _join_started_ranks(env: ClusterEnvironment, cfg: DictConfig, job: Job) -> Result:
     """Run this process as one of the ranks that torchrun or SLURM started; only rank zero prints a user error."""
     rank = env.global_rank()
     if started_by() == "torchrun":  # it leaves its ranks behind if it is killed: they save, and end
@@ -98,36 +112,16 @@ def _join_started_ranks(
         raise
     with os.fdopen(os.dup(2), "w") as terminal:  # above rank zero, stderr becomes the rank's log
         try:
-            with recorded_command(cfg) if rank == 0 else nullcontext():
-                return run_rank(cfg, rank, keep_trainer)
+            with run_lifecycle(cfg) if rank == 0 else nullcontext():
+                return job(cfg)
         except Exception as error:
             if dist.is_initialized():
                 exit_rank(error, cfg.run_dir, rank, terminal)
             raise
 
 
-def run_rank(cfg: DictConfig, rank: int, keep_trainer: Callable[[Any], None] | None = None) -> dict[str, float]:
-    """Run the experiment in this process; return the final metrics, and give `keep_trainer` the trainer.
-
-    With doctor=true, measure an all-reduce instead.
-
-    `Trainer.fit` opens the process group, and this function closes it.
-    """
-    if cfg.doctor:
-        from onecurve.extras.doctor.all_reduce import measure_all_reduce
-
-        return measure_all_reduce(cfg)
-    from onecurve.run.experiment import run_experiment  # late: it imports Lightning, which a mere launcher never uses
-
-    log_to_folder(cfg.run_dir, rank)
-    if device_count(cfg.trainer) > 1 and not runs_in_single_process(cfg):
-        torch.set_num_threads(max(1, cores_per_rank(device_count(cfg.trainer))))
-    with process_group_closed():
-        return run_experiment(cfg, keep_trainer)
-
-
-def launch_workers(cfg: DictConfig) -> dict[str, float]:
-    """Run all ranks, and restart them after failures (`restarts.next_start`); return rank zero's metrics.
+def launch_workers(cfg: DictConfig, job: Job = run_rank) -> Result:
+    """Run all ranks, and restart them after failures (`restarts.next_start`); return rank zero's result.
 
     Raises:
         UserError: if the first failed rank raised one, as a restart would not help, or too few devices are left.
@@ -147,7 +141,7 @@ def launch_workers(cfg: DictConfig) -> dict[str, float]:
             processes = 1 if runs_in_single_process(cfg) else len(policy.used)
             try:
                 with restarts.watch_for_devices(cfg, policy):
-                    return _run_group(cfg, processes)
+                    return _run_group(cfg, processes, job)
             except SignalException:  # a second signal
                 raise _stopped(cfg) from None
             except (RankFailedError, signals.Stopped) as end:
@@ -156,8 +150,8 @@ def launch_workers(cfg: DictConfig) -> dict[str, float]:
                 raise _stopped(cfg)
 
 
-def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
-    """Run all ranks once; return the metrics of rank zero."""
+def _run_group(cfg: DictConfig, processes: int, job: Job) -> Result:
+    """Run all ranks once; return the result of rank zero."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -182,7 +176,7 @@ def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
             **options,
         )
         try:
-            results = elastic_launch(elastic, _run_worker)(cfg, {**os.environ}, usable_cores())
+            results = elastic_launch(elastic, _run_worker)(job, cfg, {**os.environ}, usable_cores())
         except ChildFailedError as failed:
             # A signal came before the ranks could save, or a second one came.
             if signals.requested() not in (0, signals.RESIZE):
@@ -190,10 +184,10 @@ def _run_group(cfg: DictConfig, processes: int) -> dict[str, float]:
             raise first_failure(failed, cfg.run_dir, Path(reports)) from None
         finally:
             os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)  # the launcher sets it, and a sweep has another run
-    metrics_or_signal = results[0]
-    if isinstance(metrics_or_signal, int):
-        raise signals.Stopped(metrics_or_signal)
-    return metrics_or_signal
+    result_or_signal = results[0]
+    if isinstance(result_or_signal, int):
+        raise signals.Stopped(result_or_signal)
+    return result_or_signal
 
 
 def _stopped(cfg: DictConfig) -> signals.Stopped:
@@ -203,8 +197,8 @@ def _stopped(cfg: DictConfig) -> signals.Stopped:
     return signals.Stopped(signals.requested())
 
 
-def _run_worker(cfg: DictConfig, environment: dict[str, str], cores: list[int]) -> dict[str, float] | int:
-    """Run one rank in this new process; return its metrics, or the number of the signal that ended the run.
+def _run_worker(job: Job, cfg: DictConfig, environment: dict[str, str], cores: list[int]) -> Result | int:
+    """Do the job of a rank in this new process; return its result, or the number of the signal that ended the run.
 
     It takes the environment and the cores of its launcher: a fork server has those of an earlier time.
     """
@@ -219,7 +213,7 @@ def _run_worker(cfg: DictConfig, environment: dict[str, str], cores: list[int]) 
     if runs_in_single_process(cfg):
         forget_launcher(keep=REPORT_FILE)
     try:
-        return run_rank(cfg, rank)
+        return job(cfg)
     except signals.Stopped as stopped:
         return stopped.number
     except Exception as error:

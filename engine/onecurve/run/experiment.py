@@ -1,7 +1,6 @@
 """One run on one rank: call the function of train.py, record its end, and build the objects for which it asks."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from onecurve.records.events import append_event
 from onecurve.run.arguments import REFUSED
 from onecurve.run.ckpt_path import monitoring
 from onecurve.run.predictions import PredictionWriter
+from onecurve.run.result import Result
 from onecurve.run.trainer import Trainer
 from onecurve.targets import build, check_options, locate
 
@@ -29,11 +29,8 @@ _PLACED = "strategy callbacks logger default_root_dir config seed virtual_ranks 
 _REFUSED = [*_PLACED, "enable_checkpointing", "plugins", *REFUSED]
 
 
-def run_experiment(cfg: DictConfig, keep_trainer: Callable[[Trainer], None] | None = None) -> dict[str, float]:
-    """Call the function `launch.function` on this rank; return the final metrics by name.
-
-    `keep_trainer` gets the trainer that the function has returned.
-    """
+def run_experiment(cfg: DictConfig) -> Result:
+    """Call the function `launch.function` on this rank; return the final metrics, and the trainer of the function."""
     try:
         with wandb_ends():
             trainer = locate("launch.function", cfg.launch.function)(cfg)
@@ -50,9 +47,7 @@ def run_experiment(cfg: DictConfig, keep_trainer: Callable[[Trainer], None] | No
         # `ddp_spawn` restores this count in the main process, but not `global_step`.
         append_event(cfg.run_dir, "finished", steps_of_loggers(trainer) if cfg.fit else None)
         _log_end(metrics, cfg.run_dir)
-    if keep_trainer:
-        keep_trainer(trainer)
-    return metrics
+    return Result(metrics, Path(cfg.run_dir), trainer)
 
 
 def assemble(cfg: DictConfig) -> tuple[Trainer, L.LightningModule, OrderedData]:

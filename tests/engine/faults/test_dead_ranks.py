@@ -5,6 +5,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
@@ -122,7 +123,7 @@ def configured(max_restarts: int) -> DictConfig:
 def test_user_errors_are_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     starts: list[int] = []
 
-    def fail(cfg: DictConfig, processes: int) -> None:
+    def fail(cfg: DictConfig, processes: int, job: Any) -> None:
         starts.append(processes)
         raise UserError("train/loss is nan")
 
@@ -135,7 +136,7 @@ def test_user_errors_are_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_negative_number_of_restarts_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     starts: list[int] = []
 
-    def fail(cfg: DictConfig, processes: int) -> None:
+    def fail(cfg: DictConfig, processes: int, job: Any) -> None:
         starts.append(processes)
         raise RankFailedError("rank 0 failed")
 

@@ -178,7 +178,7 @@ def test_a_start_leaves_out_unusable_devices(folder: Path, monkeypatch: pytest.M
     )
     folder.mkdir()
     append_event(folder, "start", 0, world_size=3)
-    monkeypatch.setattr(launching, "_run_group", lambda cfg, processes: (cfg.runtime.world_size, processes))
+    monkeypatch.setattr(launching, "_run_group", lambda cfg, processes, job: (cfg.runtime.world_size, processes))
     assert launching.launch_workers(cfg) == (2, 2)
     assert read_events(folder)[-1]["reason"] == "device 1 is unusable"
 

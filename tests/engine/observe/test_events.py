@@ -8,13 +8,13 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from onecurve.errors import RankFailedError, UserError
-from onecurve.launch.outcome import recorded_command
+from onecurve.launch.outcome import run_lifecycle
 from onecurve.process.signals import Stopped
 from onecurve.records.events import append_end, append_event, read_events
 
 
 def config(folder: Path) -> DictConfig:
-    return OmegaConf.create({"run_dir": str(folder), "report": False, "doctor": False})
+    return OmegaConf.create({"run_dir": str(folder), "report": False})
 
 
 def names(folder: Path) -> list[str]:
@@ -24,7 +24,7 @@ def names(folder: Path) -> list[str]:
 def test_a_start_without_an_end_is_a_kill_at_the_last_sign_of_life(tmp_path: Path) -> None:
     append_event(tmp_path, "start", 0, world_size=2)
     (tmp_path / "metrics.csv").write_text("step,epoch,loss,test/loss\n9,0,1.5,\n19,0,1.0,\n20,0,,1.0\n2")
-    with recorded_command(config(tmp_path)):
+    with run_lifecycle(config(tmp_path)):
         append_event(tmp_path, "resume", 10)
     start, killed, resume = read_events(tmp_path)
     assert start == {"time": start["time"], "event": "start", "step": 0, "reason": None, "world_size": 2}
@@ -35,7 +35,7 @@ def test_a_start_without_an_end_is_a_kill_at_the_last_sign_of_life(tmp_path: Pat
 
 def test_an_error_before_the_start_is_not_the_end_of_an_earlier_process(tmp_path: Path) -> None:
     append_event(tmp_path, "start", 0)
-    with pytest.raises(UserError), recorded_command(config(tmp_path)):
+    with pytest.raises(UserError), run_lifecycle(config(tmp_path)):
         raise UserError("data.batch_size=130 is not divisible")
     assert [(event["event"], event["reason"]) for event in read_events(tmp_path)] == [
         ("start", None),
@@ -44,7 +44,7 @@ def test_an_error_before_the_start_is_not_the_end_of_an_earlier_process(tmp_path
 
 
 def _start(folder: Path, seconds: float) -> None:
-    with recorded_command(config(folder)):
+    with run_lifecycle(config(folder)):
         (folder / "began").touch()
         time.sleep(seconds)
 
@@ -76,7 +76,7 @@ def test_a_file_that_cannot_be_written_changes_nothing(tmp_path: Path, caplog: p
     (tmp_path / "events.jsonl").mkdir()
     append_event(tmp_path, "start", 0)
     append_event(tmp_path, "finished", 8)
-    with pytest.raises(UserError, match="cannot write the checkpoint"), recorded_command(config(tmp_path)):
+    with pytest.raises(UserError, match="cannot write the checkpoint"), run_lifecycle(config(tmp_path)):
         raise UserError("cannot write the checkpoint")
     assert caplog.text.count("events.jsonl lacks an event: [Errno 21] Is a directory") == 2
 
@@ -110,6 +110,6 @@ def test_reasons_are_one_line(error: BaseException, event: str, reason: str, tmp
 
 
 def run_and_end_by(error: BaseException, folder: Path) -> None:
-    with recorded_command(config(folder)):
+    with run_lifecycle(config(folder)):
         append_event(folder, "start", 0)
         raise error

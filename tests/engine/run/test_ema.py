@@ -52,7 +52,7 @@ def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def alone(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
     """Return the folder and the metrics of a run in a single process."""
     folder = tmp_path_factory.mktemp("alone") / "run"
-    return folder, run_experiment(compose(folder, *small, *TASK))
+    return folder, run_experiment(compose(folder, *small, *TASK)).metrics
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -82,7 +82,9 @@ def test_evaluates_the_weights_in_the_checkpoint(
 ) -> None:
     """With and without the callback, and after a restart of the finished run."""
     task = [*small, "experiment=parity", *SHORT, *words, f"ckpt_path={alone[0]}/checkpoints/last.ckpt"]
-    assert run_experiment(compose(folder, *task))["test/loss"] == pytest.approx(alone[1]["test/loss"], rel=TOLERANCE)
+    assert run_experiment(compose(folder, *task)).metrics["test/loss"] == pytest.approx(
+        alone[1]["test/loss"], rel=TOLERANCE
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,9 +97,9 @@ def test_agrees_with_single_process(
     """In a run, and in the test of a finished run, where each rank may hold a part of the average."""
     two = [*small, *TASK, f"strategy={strategy}", "trainer.devices=2"]
     for cfg in (compose(folder, *two), compose(folder, *two, f"ckpt_path={alone[0]}/checkpoints/last.ckpt")):
-        metrics = run_experiment(cfg) if runs_in_single_process(cfg) else pool.run(2, run_experiment, cfg)[0]
+        result = run_experiment(cfg) if runs_in_single_process(cfg) else pool.run(2, run_experiment, cfg)[0]
         for name in ("val/loss", "test/loss"):
-            assert metrics[name] == pytest.approx(alone[1][name], rel=1e-6)
+            assert result.metrics[name] == pytest.approx(alone[1][name], rel=1e-6)
     for kind in ("state_dict", "training_state_dict"):
         check_same(checkpoint(folder)[kind], checkpoint(alone[0])[kind])
 
@@ -116,8 +118,8 @@ def test_lightnings_average_has_the_statistics_of_all_ranks(pool: Pool, small: l
     """It takes the running statistics of batch normalization after each step, when each rank has its own groups'."""
     averaging = "+callbacks.averaging={_target_: lightning.pytorch.callbacks.EMAWeightAveraging, decay: 0.8}"
     task = [*small, "experiment=parity", *SHORT, averaging]
-    one = run_experiment(compose(folder / "one", *task))
-    two = pool.run(2, run_experiment, compose(folder / "two", *task, "strategy=ddp", "trainer.devices=2"))[0]
+    one = run_experiment(compose(folder / "one", *task)).metrics
+    two = pool.run(2, run_experiment, compose(folder / "two", *task, "strategy=ddp", "trainer.devices=2"))[0].metrics
     assert two["val/loss"] == pytest.approx(one["val/loss"], rel=1e-6)
     check_same(checkpoint(folder / "two")["state_dict"], checkpoint(folder / "one")["state_dict"])
 

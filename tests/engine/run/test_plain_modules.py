@@ -211,10 +211,10 @@ def test_ranks_refuse(options: list[str], message: str, task: list[str], pool: P
 
 def test_evaluates_on_ranks_with_different_numbers_of_samples(task: list[str], pool: Pool, folder: Path) -> None:
     evaluation = [*task, "module=plain", "fit=false"]
-    alone = run_experiment(compose(folder / "one", *evaluation))
-    for metrics in pool.run(2, run_experiment, compose(folder, *evaluation, *UNEVEN)):
+    alone = run_experiment(compose(folder / "one", *evaluation)).metrics
+    for result in pool.run(2, run_experiment, compose(folder, *evaluation, *UNEVEN)):
         for name in ("test/loss", "test/acc"):
-            assert metrics[name] == pytest.approx(alone[name], rel=1e-6)
+            assert result.metrics[name] == pytest.approx(alone[name], rel=1e-6)
 
 
 def test_weights_only_checkpoint_can_be_read(task: list[str], folder: Path) -> None:

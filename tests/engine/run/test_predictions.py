@@ -33,7 +33,7 @@ def trained(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def accuracy(trained: Path, small: list[str], tmp_path_factory: pytest.TempPathFactory) -> float:
     cfg = compose(tmp_path_factory.mktemp("test"), *small, *TASK, "fit=false", f"ckpt_path={trained}")
-    return run_experiment(cfg)["test/acc"]
+    return run_experiment(cfg).metrics["test/acc"]
 
 
 @pytest.fixture(scope="module")

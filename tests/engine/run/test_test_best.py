@@ -28,10 +28,10 @@ BEST_IS_FIRST = ["experiment=parity", *SHORT, "callbacks.best.monitor=lr", "sche
 def best(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     """Return the best checkpoint of a run in a single process, and its test loss."""
     folder = tmp_path_factory.mktemp("single") / "run"
-    tested = run_experiment(compose(folder, *small, *BEST_IS_FIRST, "test=best"))
+    tested = run_experiment(compose(folder, *small, *BEST_IS_FIRST, "test=best")).metrics
     file = folder / CHECKPOINTS / "best.ckpt"
     evaluation = [*small, "experiment=parity", *SHORT, "fit=false", f"ckpt_path={file}"]
-    expected = run_experiment(compose(folder.parent / "evaluation", *evaluation))
+    expected = run_experiment(compose(folder.parent / "evaluation", *evaluation)).metrics
     assert tested["test/loss"] == expected["test/loss"]
     assert tested["val/loss"] != torch.load(file)["metrics"]["val/loss"], "the last weights are others"
     return file, expected["test/loss"]
@@ -44,7 +44,7 @@ def test_tests_the_best_checkpoint(
     world = [f"strategy={strategy}", "trainer.devices=2"]
     cfg = compose(folder, *small, *BEST_IS_FIRST, *world, "test=best", "callbacks=[default,evaluation]")
     tested = run_experiment(cfg) if strategy == "ddp_spawn" else pool.run(2, run_experiment, cfg)[0]
-    assert tested["test/loss"] == pytest.approx(best[1], rel=1e-9)
+    assert tested.metrics["test/loss"] == pytest.approx(best[1], rel=1e-9)
     assert torch.load(folder / CHECKPOINTS / "best.ckpt")["global_step"] == SHORT_EPOCH
     steps = {
         stage: json.loads((folder / "evaluation" / f"{stage}.json").read_text())["step"] for stage in ("val", "test")

@@ -1,4 +1,4 @@
-"""The job of a rank with doctor=true: an all-reduce on its device, with a time limit for every step."""
+"""The job of each rank with doctor=true: an all-reduce on its device, with a time limit for every step."""
 
 import faulthandler
 import multiprocessing
@@ -6,6 +6,7 @@ import socket
 import time
 from datetime import timedelta
 from multiprocessing.pool import ThreadPool
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,14 +17,15 @@ from onecurve.errors import UserError
 from onecurve.launch.external import connect_ranks, missing_ranks
 from onecurve.process.groups import close_process_group
 from onecurve.process.started_by import detect_cluster_environment
+from onecurve.run.result import Result
 
 _TIMEOUT = 60.0  # seconds for the ranks to get ready, and as many for their communication
 _SIZE = 16 << 20  # float32 numbers, 64 MiB
 _REPEATS = 5
 
 
-def measure_all_reduce(cfg: DictConfig) -> dict[str, float]:
-    """Reduce a tensor over all ranks; return the numbers of `processes`, `hosts` and `bytes`, and mean `seconds`."""
+def measure_all_reduce(cfg: DictConfig) -> Result:
+    """Reduce a tensor over all ranks; as metrics, return the `processes`, `hosts` and `bytes`, and mean `seconds`."""
     # The last resort, as this thread may hang in a call of the driver. Descriptor 2 is stderr, also in a notebook.
     faulthandler.dump_traceback_later(3 * _TIMEOUT, exit=True, file=2)
     env = detect_cluster_environment()
@@ -47,7 +49,8 @@ def measure_all_reduce(cfg: DictConfig) -> dict[str, float]:
     finally:
         faulthandler.cancel_dump_traceback_later()
     close_process_group()
-    return {"processes": world_size, "hosts": len(hosts), "bytes": values.nbytes, "seconds": seconds}
+    measured = {"processes": world_size, "hosts": len(hosts), "bytes": values.nbytes, "seconds": seconds}
+    return Result(measured, Path(cfg.run_dir))
 
 
 def _names_of_hosts(store: dist.Store, rank: int, world_size: int) -> list[str]:

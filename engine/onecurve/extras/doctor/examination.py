@@ -26,6 +26,7 @@ from rich.text import Text
 from onecurve.config.folder import remove_if_unused
 from onecurve.config.resolve import runs_in_single_process
 from onecurve.errors import RankFailedError, UserError
+from onecurve.extras.doctor.all_reduce import measure_all_reduce
 from onecurve.launch.start import launch
 from onecurve.process.devices import resolve_devices
 from onecurve.process.started_by import check_tasks_are_started, detect_cluster_environment, started_by
@@ -245,12 +246,12 @@ def check_all_reduce(cfg: DictConfig) -> str:
     The options that would resume or restart a run are off, because one may be in progress in the run folder.
     """
     check_tasks_are_started()
-    cfg.fit, cfg.resume, cfg.launch.max_restarts, cfg.launch.elastic = False, None, 0, False
+    cfg.fit, cfg.resume, cfg.report, cfg.launch.max_restarts, cfg.launch.elastic = False, None, False, 0, False
     if cfg.trainer.num_nodes == 1 and not detect_cluster_environment():
         with open_dict(cfg.strategy):  # a process per device, also for a strategy that starts its own processes
             cfg.strategy.pop("single_process", None)
     try:
-        measured = launch(cfg)
+        measured = launch(cfg, job=measure_all_reduce).metrics
     except RankFailedError as error:  # the ranks have written to the terminal, and not to a log
         raise UserError(str(error).splitlines()[0].partition("; its log is")[0]) from None
     processes, hosts, size, seconds = (measured[name] for name in ("processes", "hosts", "bytes", "seconds"))

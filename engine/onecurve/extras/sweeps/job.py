@@ -76,7 +76,7 @@ def _run(cfg: DictConfig, job: Job, folder: Path) -> None:
             yield
 
     try:
-        job.metrics = launch(cfg, reserve_then_begin)
+        job.metrics = launch(cfg, reserve_then_begin).metrics
         _set_result(job, cfg.optimized_metric)
         job.status = "finished"
     except Exception as error:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from onecurve.extras.jobs import Job
 from onecurve.extras.report import write_page_of
-from onecurve.launch.outcome import recorded_command
+from onecurve.launch.outcome import run_lifecycle
 from onecurve.records.events import append_event
 from scripts.report import main, write
 from tests.support.commands import ROOT
@@ -21,24 +21,23 @@ from tests.support.run_folders import write_run
 
 
 def config(folder: Path, **options: bool) -> DictConfig:
-    return OmegaConf.create({"run_dir": str(folder), "report": True, "doctor": False} | options)
+    return OmegaConf.create({"run_dir": str(folder), "report": True} | options)
 
 
 def test_written_after_an_error(tmp_path: Path) -> None:
     page = write_run(tmp_path / "run") / "report.html"
-    with suppress(KeyError), recorded_command(config(page.parent)):
+    with suppress(KeyError), run_lifecycle(config(page.parent)):
         raise KeyError("of the run")
     assert page.is_file()
 
 
-@pytest.mark.parametrize("options", [{"report": False}, {"doctor": True}], ids=str)
-def test_not_written(tmp_path: Path, options: dict[str, bool]) -> None:
+def test_not_written(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
-    with recorded_command(config(folder, **options)):
+    with run_lifecycle(config(folder, report=False)):
         pass
     empty = tmp_path / "empty"
     empty.mkdir()
-    with recorded_command(config(empty)):  # refused before it has logged anything
+    with run_lifecycle(config(empty)):  # refused before it has logged anything
         pass
     assert not list(tmp_path.rglob("report.html"))
 
@@ -51,7 +50,7 @@ def test_an_error_of_the_report_is_one_line(
         raise ValueError("two\nlines")
 
     monkeypatch.setattr(part, fail)
-    with pytest.raises(KeyError, match="of the run"), recorded_command(config(write_run(tmp_path / "run"))):
+    with pytest.raises(KeyError, match="of the run"), run_lifecycle(config(write_run(tmp_path / "run"))):
         raise KeyError("of the run")
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(";")[0] for line in lines] == ["warning: no report.html (ValueError: two lines)"]
@@ -62,7 +61,7 @@ def test_without_plotly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         if name.startswith(("plotly", "onecurve.extras.report.")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "plotly", None)  # as if it were not installed
-    with recorded_command(config(write_run(tmp_path / "run"))):
+    with run_lifecycle(config(write_run(tmp_path / "run"))):
         pass
     (line,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"no report.html: .*plotly.*; pip install '.\[report\]', or set report=false", line)

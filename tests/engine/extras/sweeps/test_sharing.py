@@ -122,8 +122,8 @@ def test_ranks_divide_the_cores(
     for name in variables:
         monkeypatch.setenv(name, variables[name])
     strategy = {"single_process": single_process}
-    cfg = {"run_dir": "", "doctor": False, "trainer": trainer, "strategy": strategy}
-    launching.run_rank(OmegaConf.create(cfg), rank=0)
+    cfg = {"run_dir": "", "trainer": trainer, "strategy": strategy}
+    launching.run_rank(OmegaConf.create(cfg))
     assert numbers == ([] if threads is None else [threads])
 
 

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
 from onecurve.process import signals
+from onecurve.run.result import Result
 from tests.support.commands import (
     ROOT,
     TINY,
@@ -148,10 +149,10 @@ def test_stopped_sweep_resumes(small: list[str], tmp_path: Path) -> None:
 def test_interrupt_after_the_last_step_of_a_job_stops_the_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def launch(*_: Any) -> dict[str, float]:
+    def launch(*_: Any) -> Result:
         with signals.forward_to_workers():
             os.kill(os.getpid(), signal.SIGINT)
-        return {"val/acc": 0.5}
+        return Result({"val/acc": 0.5}, tmp_path)
 
     at_exit: list[Any] = []
     monkeypatch.setattr("atexit.register", lambda *call: at_exit.append(call))
