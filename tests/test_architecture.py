@@ -106,7 +106,7 @@ def test_few_places_load_what_a_run_can_do_without() -> None:
     """Each does so inside a function, if an option asks for it."""
     core = [file for file in ENGINE.rglob("*.py") if "extras" not in file.parts]
     loading = {_module(file) for file in core if any(name.startswith("onecurve.extras.") for name in _imports(file))}
-    names = ("application", "launch.external", "launch.outcome", "launch.restarts")
+    names = ("application", "config.resolve", "launch.outcome", "launch.restarts")
     assert loading == {f"onecurve.{name}" for name in names}
 
 

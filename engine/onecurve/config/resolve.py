@@ -1,12 +1,10 @@
 """Resolve the composed configuration in one process: every rank then gets the same values, without interpolations."""
 
 import os
-import re
 import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,136 +16,65 @@ from omegaconf.errors import InterpolationKeyError
 
 from onecurve.checkpoint.newest import checkpoint_file, newest_checkpoint
 from onecurve.config.folder import CONF, PROJECT, RECIPES, folder_of, saved_config
-from onecurve.errors import UserError, as_typed, nearest_options
+from onecurve.config.options import (
+    BEST,
+    check_launch,
+    check_test_and_predict,
+    check_types,
+    refuse_unknown_options,
+    warn_of_unused_options,
+)
+from onecurve.errors import UserError, as_typed
 from onecurve.identity.option_kinds import flatten_config
 from onecurve.network.net import NET
 from onecurve.process.devices import device_count, resolve_devices
 from onecurve.records.files import CONFIG
-from onecurve.targets import check_value, drop_replaced_options
+from onecurve.targets import drop_replaced_options
 
-BEST = "best"  # the choice of `strategy` that a plan replaces
 _GIT_TIMEOUT = 5.0  # seconds
 # A continued run does not inherit these options.
 _NOT_INHERITED = ["ckpt_path", "resume", "fit", "predict", "run_dir"]
-_KINDS = {"fit": bool, "doctor": bool, "report": bool, "seed": int}
-_KINDS |= {"launch.max_restarts": int, "launch.elastic": bool, "launch.min_devices": int}
 
 
-def resolve_config(cfg: DictConfig, plan_strategy: Callable[[DictConfig], None] | None = None) -> DictConfig:
-    """Set what each start decides (checkpoint, devices, run id), and resolve all interpolations.
+def resolve_config(cfg: DictConfig, plans: bool = True) -> DictConfig:
+    """Turn the composed configuration into that of this start, in place, and return it.
 
-    `plan_strategy` replaces `strategy=best` once the other options are checked.
+    The steps, of which each needs those before: check folder and options; find the checkpoint; find the devices; choose
+    the strategy of `strategy=best`, unless `plans` is false; draw the seed; name the run; resolve all interpolations.
 
     Raises:
         UserError: if an option is unknown, a checkpoint is missing, the run folder is not writable, or there are fewer
             devices than configured.
     """
     hydra_cfg = HydraConfig.get()
-    folder = Path(hydra_cfg.runtime.output_dir)
-    for name, kind in _KINDS.items():
-        check_value(name, OmegaConf.select(cfg, name), kind)
+    folder, overrides, choices = Path(hydra_cfg.runtime.output_dir), hydra_cfg.overrides.task, hydra_cfg.runtime.choices
+    _check_is_writable(folder)
+    check_types(cfg)
+    drop_replaced_options(cfg, overrides)
+    warn_of_unused_options(cfg, overrides)
+    refuse_unknown_options(cfg, choices)
+    _resolve_checkpoints(cfg, folder)
+    check_test_and_predict(cfg)
+    cfg.trainer.accelerator, cfg.trainer.devices = resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
+    if plans and choices.get("strategy") == BEST:
+        from onecurve.extras.plan.plan import choose_strategy  # late: other runs need no plan, nor Lightning yet
+
+        choose_strategy(cfg)
+    check_launch(cfg)
+    cfg.run_dir = str(folder)
+    saved = _config_of_earlier_run(cfg)
+    _set_seed_and_overrides(cfg, saved)
+    _set_runtime(cfg)
+    _set_names_in_wandb(cfg, saved)
+    _resolve_interpolations(cfg)
+    return cfg
+
+
+def _check_is_writable(folder: Path) -> None:
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UserError(f"cannot write to the run folder {folder} ({error.strerror}): set run_dir to another") from None
-    for group in ("data", "module", "strategy", "trainer"):
-        if not OmegaConf.select(cfg, f"{group}._target_"):
-            raise UserError(f"{group} has no `_target_`: let its file in conf/{group} name a class or function")
-    drop_replaced_options(cfg, hydra_cfg.overrides.task)
-    _warn_of_unused_options(cfg, hydra_cfg.overrides.task)
-    refuse_unknown_options(cfg, hydra_cfg.runtime.choices)
-    _resolve_checkpoints(cfg, folder)
-    _check_test_and_predict(cfg)
-    cfg.trainer.accelerator, cfg.trainer.devices = resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
-    if plan_strategy and hydra_cfg.runtime.choices.get("strategy") == BEST:
-        plan_strategy(cfg)
-    _check_launch(cfg)
-    cfg.run_dir = str(folder)
-    cfg.tags = [str(tag) for tag in ([cfg.tags] if isinstance(cfg.tags, str | int) else cfg.tags or [])]
-    _set_runtime(cfg, hydra_cfg)
-    try:
-        OmegaConf.resolve(cfg)
-    except InterpolationKeyError as error:  # such as model.num_classes, if a data set of one's own has no classes
-        raise UserError(_what_lacks(str(error).split("'")[1], cfg)) from error
-    return cfg
-
-
-def _check_test_and_predict(cfg: DictConfig) -> None:
-    """Check both now, because training may take hours; make the path of a folder of images absolute."""
-    if cfg.test not in (True, False, "best"):
-        raise UserError(f"test={cfg.test}: give true, false or best")
-    if cfg.predict in (None, False):
-        return
-    takes_folder = "predict_dir" in cfg.data
-    if cfg.predict is True and takes_folder:
-        raise UserError("predict=true takes the predict_dataloader of your own `data`: set predict=FOLDER for images")
-    if cfg.predict is True:
-        return
-    if not takes_folder:
-        raise UserError(
-            f"predict={cfg.predict}: {cfg.data._target_} has no option predict_dir; set predict=true to predict the "
-            "samples of its predict_dataloader"
-        )
-    folder = Path(cfg.predict).expanduser().absolute()
-    if not folder.is_dir():
-        raise UserError(f"predict={cfg.predict}: there is no such folder, or no image in it")
-    cfg.predict = str(folder)
-
-
-def _what_lacks(missing: str, cfg: DictConfig) -> str:
-    """Return the error that an option is taken from one which does not exist."""
-    values = flatten_config(cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False)))
-    option = next(name for name, value in values.items() if f"{{{missing}}}" in str(value))
-    return (
-        f"{option} is that of {missing}, which this configuration lacks: set {option}=..., or, if your `data` and "
-        f"`module` need none, leave it out with ~{option.partition('.')[0]}"
-    )
-
-
-def _warn_of_unused_options(cfg: DictConfig, overrides: Sequence[str]) -> None:
-    """Warn of options of the optimizer, schedule or network on the command line that nothing reads.
-
-    A module of the user's may make its own.
-    """
-    for group in ("optimizer", "scheduler", "model"):
-        given = [word for word in overrides if re.match(rf"\+*{group}[.=]", word) and word != f"{group}=null"]
-        others = OmegaConf.masked_copy(cfg, [str(name) for name in cfg if name != group])
-        if given and f"${{{group}" not in OmegaConf.to_yaml(others):
-            print(f"warning: {' '.join(given)}: no effect, {cfg.module._target_} takes no `{group}`", file=sys.stderr)
-
-
-def _check_launch(cfg: DictConfig) -> None:
-    """Check the options of restarts, and set those that depend on others; the devices are resolved."""
-    launch, size = cfg.launch, device_count(cfg.trainer) * cfg.trainer.num_nodes
-    if launch.max_restarts is None:
-        launch.max_restarts = 3 if launch.elastic else 0
-    if size < launch.min_devices:
-        raise UserError(f"launch.min_devices={launch.min_devices}, but this run has {size}: lower it")
-    for name in ("data.batch_size_per_device", "strategy.shares"):
-        if launch.elastic and OmegaConf.select(cfg, name):
-            raise UserError(f"launch.elastic=true changes the number of processes, for which {name} is made: unset one")
-    if launch.elastic and cfg.strategy.get("stages", size) is None:
-        cfg.strategy.stages = size  # a pipeline loses replicas
-
-
-def refuse_unknown_options(cfg: DictConfig, choices: Any) -> None:
-    """Check the names at the root and in `launch`; other options belong to a class, which refuses unknown ones.
-
-    A name that a value interpolates, such as `${base_lr}`, is a variable of the user. `choices` has the chosen file of
-    each group.
-    """
-    groups = {file.name for file in CONF.iterdir() if file.is_dir()} | {*choices}
-    root = yaml.safe_load((CONF / "train.yaml").read_text())
-    known = {*root, *groups.difference(RECIPES)}
-    tree: Any = OmegaConf.to_container(cfg)
-    del tree["runtime"]
-    unknown_of_launch = [f"launch.{name}" for name in tree["launch"].keys() - root["launch"].keys()]
-    for name in sorted([*tree.keys() - known, *unknown_of_launch]):
-        if name in RECIPES:
-            raise UserError(f"begin each file of conf/{name} with the line `# @package _global_`")
-        if not re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", str(tree)):
-            others = (known | flatten_config(tree).keys()) - {name}
-            raise UserError(f"{name} is no option here; {nearest_options(name, others)}")
 
 
 def _resolve_checkpoints(cfg: DictConfig, folder: Path) -> None:
@@ -208,23 +135,29 @@ def runs_in_single_process(cfg: DictConfig) -> bool:
     return bool(cfg.strategy.get("single_process", False))
 
 
-def _set_runtime(cfg: DictConfig, hydra_cfg: Any) -> None:
-    """Set the values of `runtime`, and draw the seed if there is none."""
-    runtime, folder = cfg.runtime, Path(cfg.run_dir)
-    earlier = folder if (folder / CONFIG).is_file() else None  # the run that is continued or evaluated
+def _config_of_earlier_run(cfg: DictConfig) -> DictConfig | None:
+    """Return the configuration of the run that is continued or evaluated, if there is one."""
+    folder = Path(cfg.run_dir)
+    earlier = folder if (folder / CONFIG).is_file() else None
     if cfg.ckpt_path:
         earlier = folder_of(Path(cfg.ckpt_path))
-    saved = saved_config(earlier) if earlier else None
-    runtime.run_id, runtime.sweep_id = run_and_sweep_id(folder, is_sweep=hydra_cfg.mode == RunMode.MULTIRUN)
+    return saved_config(earlier) if earlier else None
+
+
+def _set_seed_and_overrides(cfg: DictConfig, saved: DictConfig | None) -> None:
+    """Draw the seed, or take that of the earlier run, if none is given; set the overrides that restore this run."""
     left_out = _NOT_INHERITED if cfg.seed is not None else [*_NOT_INHERITED, "seed"]
-    overrides = [word for word in hydra_cfg.overrides.task if word.partition("=")[0] not in left_out]
+    overrides = [word for word in HydraConfig.get().overrides.task if word.partition("=")[0] not in left_out]
     if cfg.seed is None:
         cfg.seed = saved.seed if saved else secrets.randbits(31)
         overrides.append(f"seed={cfg.seed}")
-    runtime.overrides, runtime.changes = overrides, _changed_options(overrides)
-    grouped = saved.runtime if saved and not cfg.fit else runtime  # an evaluation joins the group of its run
-    runtime.group = str(grouped.sweep_id or grouped.run_id)
-    runtime.job_type = "train" if cfg.fit else "predict" if cfg.predict else "eval"
+    cfg.runtime.overrides, cfg.runtime.changes = overrides, _changed_options(overrides)
+
+
+def _set_runtime(cfg: DictConfig) -> None:
+    """Set the ids of the run, its command and commit, and the names of its network and strategy."""
+    runtime, hydra_cfg = cfg.runtime, HydraConfig.get()
+    runtime.run_id, runtime.sweep_id = run_and_sweep_id(Path(cfg.run_dir), hydra_cfg.mode == RunMode.MULTIRUN)
     runtime.command = ["python", "train.py", *hydra_cfg.overrides.task]
     runtime.revision, runtime.modified = source_revision()
     choices, world_size = hydra_cfg.runtime.choices, device_count(cfg.trainer) * cfg.trainer.num_nodes
@@ -233,7 +166,34 @@ def _set_runtime(cfg: DictConfig, hydra_cfg: Any) -> None:
     is_auto = choices.strategy == "auto"
     runtime.strategy = ("ddp" if world_size > 1 else "single") if is_auto else choices.strategy
     runtime.world_size = world_size
-    runtime.tags = list(dict.fromkeys([*cfg.tags, runtime.strategy, f"x{world_size}", runtime.model]))
+
+
+def _set_names_in_wandb(cfg: DictConfig, saved: DictConfig | None) -> None:
+    """Set the group, the job type and the tags of the run in W&B."""
+    runtime = cfg.runtime
+    grouped = saved.runtime if saved and not cfg.fit else runtime  # an evaluation joins the group of its run
+    runtime.group = str(grouped.sweep_id or grouped.run_id)
+    runtime.job_type = "train" if cfg.fit else "predict" if cfg.predict else "eval"
+    cfg.tags = [str(tag) for tag in ([cfg.tags] if isinstance(cfg.tags, str | int) else cfg.tags or [])]
+    runtime.tags = list(dict.fromkeys([*cfg.tags, runtime.strategy, f"x{runtime.world_size}", runtime.model]))
+
+
+def _resolve_interpolations(cfg: DictConfig) -> None:
+    """Replace each `${NAME}` by its value; raise a UserError for one that does not exist."""
+    try:
+        OmegaConf.resolve(cfg)
+    except InterpolationKeyError as error:  # such as model.num_classes, if a data set of one's own has no classes
+        raise UserError(_what_lacks(str(error).split("'")[1], cfg)) from error
+
+
+def _what_lacks(missing: str, cfg: DictConfig) -> str:
+    """Return the error that an option is taken from one which does not exist."""
+    values = flatten_config(cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False)))
+    option = next(name for name, value in values.items() if f"{{{missing}}}" in str(value))
+    return (
+        f"{option} is that of {missing}, which this configuration lacks: set {option}=..., or, if your `data` and "
+        f"`module` need none, leave it out with ~{option.partition('.')[0]}"
+    )
 
 
 def _changed_options(overrides: list[str]) -> list[str]:

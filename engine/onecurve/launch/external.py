@@ -24,13 +24,6 @@ _PATIENCE = timedelta(seconds=30)  # until the terminal shows which ranks are mi
 _TIMEOUT = timedelta(minutes=10)  # for the slowest node to start
 
 
-def plan_strategy(cfg: DictConfig) -> None:
-    """Replace `strategy=best`, also of a run that torchrun or SLURM did not start."""
-    from onecurve.extras.plan.plan import choose_strategy  # late: a run without it needs no plans, nor Lightning yet
-
-    choose_strategy(cfg)
-
-
 def connect_ranks(env: ClusterEnvironment) -> dist.Store:
     """Return a store that all ranks share: that of torchrun's agent, or else one of rank zero.
 
@@ -85,7 +78,7 @@ def _resolve(store: dist.Store, world_size: int, cfg: DictConfig) -> DictConfig:
     if cfg.launch.elastic is True:  # torchrun or SLURM may have given this start other devices and nodes
         nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ["SLURM_NNODES"])
         cfg.trainer.num_nodes, cfg.trainer.devices = nodes, world_size // nodes
-    cfg = resolve_config(cfg, plan_strategy)
+    cfg = resolve_config(cfg)
     configured = device_count(cfg.trainer) * cfg.trainer.num_nodes
     if configured != world_size:
         raise UserError(

@@ -29,7 +29,7 @@ from onecurve.checkpoint.newest import stop_message
 from onecurve.config.resolve import resolve_config, runs_in_single_process
 from onecurve.errors import RankFailedError, UserError
 from onecurve.launch import restarts
-from onecurve.launch.external import connect_ranks, plan_strategy, share_config
+from onecurve.launch.external import connect_ranks, share_config
 from onecurve.launch.outcome import exit_rank, first_failure, run_lifecycle
 from onecurve.process import signals
 from onecurve.process.devices import cores_per_rank, device_count, usable_cores
@@ -81,7 +81,7 @@ def launch(
         return _join_started_ranks(env, cfg, job)
     if cfg.launch.elastic is True:  # a job that was queued again may have one task
         cfg.trainer.num_nodes = int(os.environ.get("SLURM_NNODES", cfg.trainer.num_nodes))
-    cfg = resolve_config(cfg, plan_strategy)
+    cfg = resolve_config(cfg)
     devices = device_count(cfg.trainer)
     if (nodes := cfg.trainer.num_nodes) > 1:
         command = shlex.join(["train.py", *HydraConfig.get().overrides.task])

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from onecurve.config.folder import CONF, register_resolvers
-from onecurve.config.resolve import BEST, refuse_unknown_options
+from onecurve.config.options import BEST, refuse_unknown_options
 from onecurve.errors import UserError
 from onecurve.extras.one_process import on_one_process
 from onecurve.extras.plan.hardware import Hardware

@@ -111,7 +111,7 @@ def _is_of_every_job(error: UserError, job: Job, sweep: Path) -> bool:
     typed = OmegaConf.load(sweep / "multirun.yaml").hydra.overrides
     common = [word for word in job.overrides if word in typed.task]
     try:
-        check_options(resolve_config(hydra.compose("train", [*typed.hydra, *common])))
+        check_options(resolve_config(hydra.compose("train", [*typed.hydra, *common]), plans=False))
     except (UserError, HydraException, OmegaConfBaseException) as other:
         return str(other) == str(error)
     return False
