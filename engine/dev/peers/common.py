@@ -15,7 +15,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
 from onecurve.optim.schedules import one_cycle
-from onecurve.process.memory import tune_malloc
+from onecurve.process.devices import tune_malloc
 from onecurve.random.hashing import permutation
 from src.data.augment.pixels import crop_and_flip, normalize, sample_keys
 from src.data.sources.cifar import CIFAR10

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from engine.dev.peers.common import MEAN, STD, Marks, arguments
 from onecurve import build, compose
-from onecurve.process.memory import tune_malloc
+from onecurve.process.devices import tune_malloc
 from src.data.sources.cifar import CIFAR10
 
 _MEAN, _STD = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)

@@ -1,10 +1,12 @@
 """Resolve the composed configuration in one process: every rank then gets the same values, without interpolations."""
 
 import os
+import re
 import secrets
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,24 +18,18 @@ from omegaconf.errors import InterpolationKeyError
 
 from onecurve.checkpoint.newest import checkpoint_file, newest_checkpoint
 from onecurve.config.folder import CONF, PROJECT, RECIPES, folder_of, saved_config
-from onecurve.config.options import (
-    BEST,
-    check_launch,
-    check_test_and_predict,
-    check_types,
-    refuse_unknown_options,
-    warn_of_unused_options,
-)
-from onecurve.errors import UserError, as_typed
+from onecurve.errors import UserError, as_typed, nearest_options
 from onecurve.identity.option_kinds import flatten_config
 from onecurve.network.net import NET
 from onecurve.process.devices import device_count, resolve_devices
 from onecurve.records.files import CONFIG
-from onecurve.targets import drop_replaced_options
+from onecurve.targets import check_value, drop_replaced_options
 
 _GIT_TIMEOUT = 5.0  # seconds
 # A continued run does not inherit these options.
 _NOT_INHERITED = ["ckpt_path", "resume", "fit", "predict", "run_dir"]
+_KINDS = {"fit": bool, "doctor": bool, "report": bool, "seed": int}
+_KINDS |= {"launch.max_restarts": int, "launch.elastic": bool, "launch.min_devices": int}
 
 
 def resolve_config(cfg: DictConfig, plans: bool = True) -> DictConfig:
@@ -48,19 +44,22 @@ def resolve_config(cfg: DictConfig, plans: bool = True) -> DictConfig:
     """
     hydra_cfg = HydraConfig.get()
     folder, overrides, choices = Path(hydra_cfg.runtime.output_dir), hydra_cfg.overrides.task, hydra_cfg.runtime.choices
-    _check_is_writable(folder)
-    check_types(cfg)
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"cannot write to the run folder {folder} ({error.strerror}): set run_dir to another") from None
+    _check_types(cfg)
     drop_replaced_options(cfg, overrides)
-    warn_of_unused_options(cfg, overrides)
+    _warn_of_unused_options(cfg, overrides)
     refuse_unknown_options(cfg, choices)
     _resolve_checkpoints(cfg, folder)
-    check_test_and_predict(cfg)
+    _check_test_and_predict(cfg)
     cfg.trainer.accelerator, cfg.trainer.devices = resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
-    if plans and choices.get("strategy") == BEST:
+    if plans and choices.get("strategy") == "best":
         from onecurve.extras.plan.plan import choose_strategy  # late: other runs need no plan, nor Lightning yet
 
         choose_strategy(cfg)
-    check_launch(cfg)
+    _check_launch(cfg)
     cfg.run_dir = str(folder)
     saved = _config_of_earlier_run(cfg)
     _set_seed_and_overrides(cfg, saved)
@@ -70,11 +69,81 @@ def resolve_config(cfg: DictConfig, plans: bool = True) -> DictConfig:
     return cfg
 
 
-def _check_is_writable(folder: Path) -> None:
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise UserError(f"cannot write to the run folder {folder} ({error.strerror}): set run_dir to another") from None
+def _check_types(cfg: DictConfig) -> None:
+    """Check flags and numbers that no class declares, and that each group of an object names its class."""
+    for name, kind in _KINDS.items():
+        check_value(name, OmegaConf.select(cfg, name), kind)
+    for group in ("data", "module", "strategy", "trainer"):
+        if not OmegaConf.select(cfg, f"{group}._target_"):
+            raise UserError(f"{group} has no `_target_`: let its file in conf/{group} name a class or function")
+
+
+def _warn_of_unused_options(cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Warn of options of the optimizer, schedule or network on the command line that nothing reads.
+
+    A module of the user's may make its own.
+    """
+    for group in ("optimizer", "scheduler", "model"):
+        given = [word for word in overrides if re.match(rf"\+*{group}[.=]", word) and word != f"{group}=null"]
+        others = OmegaConf.masked_copy(cfg, [str(name) for name in cfg if name != group])
+        if given and f"${{{group}" not in OmegaConf.to_yaml(others):
+            print(f"warning: {' '.join(given)}: no effect, {cfg.module._target_} takes no `{group}`", file=sys.stderr)
+
+
+def refuse_unknown_options(cfg: DictConfig, choices: Any) -> None:
+    """Check the names at the root and in `launch`; other options belong to a class, which refuses unknown ones.
+
+    A name that a value interpolates, such as `${base_lr}`, is a variable of the user. `choices` has the chosen file of
+    each group.
+    """
+    groups = {file.name for file in CONF.iterdir() if file.is_dir()} | {*choices}
+    root = yaml.safe_load((CONF / "train.yaml").read_text())
+    known = {*root, *groups.difference(RECIPES)}
+    tree: Any = OmegaConf.to_container(cfg)
+    del tree["runtime"]
+    unknown_of_launch = [f"launch.{name}" for name in tree["launch"].keys() - root["launch"].keys()]
+    for name in sorted([*tree.keys() - known, *unknown_of_launch]):
+        if name in RECIPES:
+            raise UserError(f"begin each file of conf/{name} with the line `# @package _global_`")
+        if not re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", str(tree)):
+            others = (known | flatten_config(tree).keys()) - {name}
+            raise UserError(f"{name} is no option here; {nearest_options(name, others)}")
+
+
+def _check_test_and_predict(cfg: DictConfig) -> None:
+    """Check both now, because training may take hours; make the path of a folder of images absolute."""
+    if cfg.test not in (True, False, "best"):
+        raise UserError(f"test={cfg.test}: give true, false or best")
+    if cfg.predict in (None, False):
+        return
+    takes_folder = "predict_dir" in cfg.data
+    if cfg.predict is True and takes_folder:
+        raise UserError("predict=true takes the predict_dataloader of your own `data`: set predict=FOLDER for images")
+    if cfg.predict is True:
+        return
+    if not takes_folder:
+        raise UserError(
+            f"predict={cfg.predict}: {cfg.data._target_} has no option predict_dir; set predict=true to predict the "
+            "samples of its predict_dataloader"
+        )
+    folder = Path(cfg.predict).expanduser().absolute()
+    if not folder.is_dir():
+        raise UserError(f"predict={cfg.predict}: there is no such folder, or no image in it")
+    cfg.predict = str(folder)
+
+
+def _check_launch(cfg: DictConfig) -> None:
+    """Check the options of restarts, and set those that depend on others; the devices are resolved."""
+    launch, size = cfg.launch, device_count(cfg.trainer) * cfg.trainer.num_nodes
+    if launch.max_restarts is None:
+        launch.max_restarts = 3 if launch.elastic else 0
+    if size < launch.min_devices:
+        raise UserError(f"launch.min_devices={launch.min_devices}, but this run has {size}: lower it")
+    for name in ("data.batch_size_per_device", "strategy.shares"):
+        if launch.elastic and OmegaConf.select(cfg, name):
+            raise UserError(f"launch.elastic=true changes the number of processes, for which {name} is made: unset one")
+    if launch.elastic and cfg.strategy.get("stages", size) is None:
+        cfg.strategy.stages = size  # a pipeline loses replicas
 
 
 def _resolve_checkpoints(cfg: DictConfig, folder: Path) -> None:
@@ -137,11 +206,8 @@ def runs_in_single_process(cfg: DictConfig) -> bool:
 
 def _config_of_earlier_run(cfg: DictConfig) -> DictConfig | None:
     """Return the configuration of the run that is continued or evaluated, if there is one."""
-    folder = Path(cfg.run_dir)
-    earlier = folder if (folder / CONFIG).is_file() else None
-    if cfg.ckpt_path:
-        earlier = folder_of(Path(cfg.ckpt_path))
-    return saved_config(earlier) if earlier else None
+    folder = folder_of(Path(cfg.ckpt_path)) if cfg.ckpt_path else Path(cfg.run_dir)
+    return saved_config(folder) if folder and (folder / CONFIG).is_file() else None
 
 
 def _set_seed_and_overrides(cfg: DictConfig, saved: DictConfig | None) -> None:
@@ -179,21 +245,17 @@ def _set_names_in_wandb(cfg: DictConfig, saved: DictConfig | None) -> None:
 
 
 def _resolve_interpolations(cfg: DictConfig) -> None:
-    """Replace each `${NAME}` by its value; raise a UserError for one that does not exist."""
+    """Replace each `${NAME}` by its value; name the option that is taken from one which does not exist."""
     try:
         OmegaConf.resolve(cfg)
     except InterpolationKeyError as error:  # such as model.num_classes, if a data set of one's own has no classes
-        raise UserError(_what_lacks(str(error).split("'")[1], cfg)) from error
-
-
-def _what_lacks(missing: str, cfg: DictConfig) -> str:
-    """Return the error that an option is taken from one which does not exist."""
-    values = flatten_config(cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False)))
-    option = next(name for name, value in values.items() if f"{{{missing}}}" in str(value))
-    return (
-        f"{option} is that of {missing}, which this configuration lacks: set {option}=..., or, if your `data` and "
-        f"`module` need none, leave it out with ~{option.partition('.')[0]}"
-    )
+        missing = str(error).split("'")[1]
+        values = flatten_config(cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False)))
+        option = next(name for name, value in values.items() if f"{{{missing}}}" in str(value))
+        raise UserError(
+            f"{option} is that of {missing}, which this configuration lacks: set {option}=..., or, if your `data` and "
+            f"`module` need none, leave it out with ~{option.partition('.')[0]}"
+        ) from error
 
 
 def _changed_options(overrides: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ from onecurve.observe.step_times import RecordedStep
 from onecurve.observe.steps import is_log_point, trained_steps
 from onecurve.observe.timeline import Timeline
 from onecurve.patches.torch import tree_leaves
-from onecurve.process.memory import peak_memory_mib
+from onecurve.process.devices import peak_memory_mib
 
 _log = logging.getLogger(__name__)
 _MIN_GAIN = 0.05  # fraction of a step; below it, ranks differ by chance

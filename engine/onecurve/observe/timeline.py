@@ -26,7 +26,7 @@ from onecurve.observe.step_times import (
 )
 from onecurve.observe.steps import is_log_point, trained_steps
 from onecurve.patches.torch import call_after_backward
-from onecurve.process.memory import peak_memory_mib
+from onecurve.process.devices import peak_memory_mib
 from onecurve.records.files import append_json_line
 
 _log = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from onecurve.parallel.ddp import DDP
 from onecurve.patches.lightning_loops import set_progress, steps_of_loggers
 from onecurve.patches.lightning_strategies import SpawnLauncher
 from onecurve.process import signals
+from onecurve.process.devices import tune_malloc
 from onecurve.process.groups import process_group_closed
 from onecurve.process.log import connect_debugger, log_to_folder
-from onecurve.process.memory import tune_malloc
 
 
 class _Launcher(SpawnLauncher):

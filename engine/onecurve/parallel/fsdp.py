@@ -23,8 +23,8 @@ from onecurve.parallel.sharded_state import ShardedStateStrategy, prepare_to_sha
 from onecurve.parallel.tree_sum import TreeSum
 from onecurve.patches.fsdp import make_root
 from onecurve.patches.torch import AnyBatchNorm
+from onecurve.process.devices import map_large_blocks
 from onecurve.process.layer_calls import record_layer_calls
-from onecurve.process.memory import map_large_blocks
 
 _READS_SHARDS = (
     "training_step reads weights outside of the forward pass of their network, where each rank has only a shard: let "

@@ -1,7 +1,5 @@
 """Where a rank keeps and shows messages and errors: its log, the terminal, and the report that its launcher reads."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys
@@ -11,19 +9,16 @@ from functools import cache
 from pathlib import Path
 from signal import SIGKILL
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 from onecurve.errors import UserError, in_python
 from onecurve.process.signals import drop_lost_readers
 
-if TYPE_CHECKING:
-    import lightning as L
-
 REPORT_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable with the path of a rank's report
 _ERROR_DELAY = 3.0  # seconds in which rank zero ends the others, if all ranks have an error
 _LOST_RANK = ("gloo/transport", "ncclRemoteError")  # in an error of gloo or NCCL
-_trainers = WeakSet["L.Trainer"]()  # of a script
+_trainers = WeakSet[Any]()  # of a script
 # This advice does not apply here: the data is in memory, and the sampler, not the loader, resumes an epoch.
 _IGNORED_WARNINGS = [
     "does not have many workers",
@@ -113,7 +108,7 @@ class _ScriptFormatter(logging.Formatter):
         return in_python(super().format(record))
 
 
-def shorten_user_errors(trainer: L.Trainer, rank: int) -> None:
+def shorten_user_errors(trainer: Any, rank: int) -> None:
     """Let a script that catches no `UserError` end with its message alone, from rank zero.
 
     Whatever else shows uncaught errors, such as rich or W&B, gets the error without its traceback. Rank zero ends the
@@ -138,7 +133,7 @@ def _replace_excepthook(rank: int) -> None:
         error.args = (in_python(str(error)),)
         show(kind, error, None)
         for trainer in _trainers:
-            strategy: Any = getattr(trainer, "strategy", None)  # none if an argument of the trainer is invalid
+            strategy = getattr(trainer, "strategy", None)  # none if an argument of the trainer is invalid
             if strategy and strategy.launcher:
                 strategy.launcher.kill(SIGKILL)
 

@@ -35,33 +35,28 @@ _TRAINING = (
 )
 
 
-class ScriptRun:
-    """What a trainer does that a script has built, without a launcher that records the run and a configuration."""
+def begin_script(trainer: Any) -> None:
+    """Show messages and user errors as a script expects them; train.py has its launcher for that."""
+    log_script(rank_zero_only.rank)
+    shorten_user_errors(trainer, rank_zero_only.rank)
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        log_script(rank_zero_only.rank)
-        shorten_user_errors(trainer, rank_zero_only.rank)
 
-    def prepare(
-        self, stage: str, module: L.LightningModule, data: L.LightningDataModule, path: str | None
-    ) -> DictConfig:
-        """Check that a fit overwrites no other run; return the configuration of a stage from the checkpoint `path`."""
-        if stage == "fit":
-            check_overwrites_nothing(self.trainer, path)
-            if not path:
-                _warn_of_early_module(self.trainer.seed)
-        return describe_script(self.trainer, module, data, stage, path)
+@contextmanager
+def stage_of_script(trainer: Any, name: str, path: str | None) -> Iterator[None]:
+    """Return a context for a stage that begins from the checkpoint `path`; in a notebook a signal ends the stage only.
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Return a context for a stage: rank zero records how a fit ends, and a notebook goes on after a signal."""
-        is_recorded, folder = name == "fit" and self.trainer.is_global_zero, self.trainer.default_root_dir
-        recorded = failure_recorded(folder) if is_recorded else nullcontext()
-        with recorded, ended_here() if hasattr(sys, "ps1") else nullcontext():
-            yield
-        if is_recorded:
-            append_event(folder, "finished", steps_of_loggers(self.trainer))
+    A fit may not overwrite another run, and rank zero records how it ends, as the launcher of train.py does.
+    """
+    if name == "fit":
+        check_overwrites_nothing(trainer, path)
+        if not path:
+            _warn_of_early_module(trainer.seed)
+    is_recorded, folder = name == "fit" and trainer.is_global_zero, trainer.default_root_dir
+    recorded = failure_recorded(folder) if is_recorded else nullcontext()
+    with recorded, ended_here() if hasattr(sys, "ps1") else nullcontext():
+        yield
+    if is_recorded:
+        append_event(folder, "finished", steps_of_loggers(trainer))
 
 
 def _warn_of_early_module(seed: int) -> None:

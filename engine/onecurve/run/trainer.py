@@ -33,8 +33,7 @@ from onecurve.observe.csv import CSVLogger
 from onecurve.parallel.compatibility import check_callbacks, check_can_divide_steps, check_can_train, resolve_strategy
 from onecurve.parallel.norm_groups import NormGroups
 from onecurve.patches.lightning_loops import leave_signals_alone, replace_parts
-from onecurve.process.devices import resolve_devices
-from onecurve.process.memory import tune_malloc
+from onecurve.process.devices import resolve_devices, tune_malloc
 from onecurve.random.dropout import use_sample_dropout
 from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import AFTER_STAGE, seed_generators
@@ -49,7 +48,7 @@ from onecurve.run.logged_values import LoggedValues, LogPointConnector
 from onecurve.run.metric_states import MetricStates, MetricSync, VirtualMetrics
 from onecurve.run.recorder import RunRecorder
 from onecurve.run.saving import LastCheckpoint
-from onecurve.run.script import USERS_SEED, ScriptRun
+from onecurve.run.script import USERS_SEED, begin_script, describe_script, stage_of_script
 from onecurve.run.step import StepInParts
 from onecurve.run.stopping import PreemptionHandler, Watchdog
 from onecurve.run.training_loop import LoopChanges, PreparingConnector
@@ -119,7 +118,9 @@ class Trainer(L.Trainer):
         config: DictConfig | None = None,
         **kwargs: Any,
     ) -> None:
-        self._script = ScriptRun(self) if config is None else None
+        self._is_script = config is None
+        if self._is_script:
+            begin_script(self)
         self.seed = int(os.environ.get(USERS_SEED) or 0) if seed is None else seed
         self.virtual_ranks = (4 if bit_exact else 1) if virtual_ranks is None else virtual_ranks
         arguments.check_arguments(self.seed, self.virtual_ranks, bit_exact, kwargs)
@@ -265,7 +266,7 @@ class Trainer(L.Trainer):
         if ckpt_path and not path:
             raise CheckpointUserError(f"{stage}(ckpt_path='last'): {self._folder} has no checkpoint: fit first")
         data = self._prepare(stage, module, loaders, datamodule, path)
-        if path and not self._script:  # which shows Lightning's own lines
+        if path and not self._is_script:  # which shows Lightning's own lines
             _log.info("%s: the weights of %s", stage, path)
         with self._stage(stage, path):
             return run(module, datamodule=data, ckpt_path=path, **given)
@@ -300,7 +301,7 @@ class Trainer(L.Trainer):
     @contextmanager
     def _stage(self, name: str, path: str | None) -> Iterator[None]:
         """Return a context for a stage from a checkpoint; after it a script draws other numbers each time."""
-        of_script = self._script.stage(name) if self._script else nullcontext()
+        of_script = stage_of_script(self, name, path) if self._is_script else nullcontext()
         try:
             with of_script, translated_errors(path), self._recorder.waiting_loggers_hidden(self):
                 yield
@@ -357,8 +358,8 @@ class Trainer(L.Trainer):
             plain = self._fitted if self._fitted is not None and stage != "fit" else ModuleData()
         data = self.ordered_data(plain)
         self.prepare_module(module)
-        if self._script:
-            self._recorder.config = self._script.prepare(stage, module, data.plain, ckpt_path)
+        if self._is_script:
+            self._recorder.config = describe_script(self, module, data.plain, stage, ckpt_path)
         return data
 
 

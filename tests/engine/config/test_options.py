@@ -10,8 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
 from onecurve.config.folder import register_resolvers
-from onecurve.config.options import refuse_unknown_options, warn_of_unused_options
-from onecurve.config.resolve import _changed_options
+from onecurve.config.resolve import _changed_options, _warn_of_unused_options, refuse_unknown_options
 from onecurve.errors import UserError
 from onecurve.run.experiment import run_experiment
 from onecurve.targets import check_options, check_value, locate
@@ -138,7 +137,7 @@ def test_options_that_a_module_does_not_take(
 ) -> None:
     cfg = OmegaConf.load(CONF / "module" / f"{module}.yaml")
     groups = {name: {"lr": 0.1} for name in ("optimizer", "scheduler", "model")}
-    warn_of_unused_options(OmegaConf.create({"module": cfg, **groups}), words)
+    _warn_of_unused_options(OmegaConf.create({"module": cfg, **groups}), words)
     warnings = capsys.readouterr().err
     assert warnings.startswith(f"warning: {warned}: no effect, " if warned else "")
     assert warnings.count("\n") == bool(warned)

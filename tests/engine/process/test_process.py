@@ -21,7 +21,7 @@ from onecurve.process.signals import die_with_parent
 COMMAND = f"wandb sync /{'a-long-folder/' * 8}host:100:key:/"  # ":100:" is also the name of an emoji
 PROGRAM = """
 import resource, sys, torch
-from onecurve.process.memory import map_large_blocks, tune_malloc
+from onecurve.process.devices import map_large_blocks, tune_malloc
 
 kept = tune_malloc() if sys.argv[1] != "leave" else None
 if sys.argv[1] == "map again":

@@ -21,7 +21,6 @@ from lightning.pytorch.callbacks import LambdaCallback
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from onecurve.config.folder import CONF, register_resolvers
-from onecurve.config.options import BEST, refuse_unknown_options
 from onecurve.errors import UserError
 from onecurve.extras.one_process import on_one_process
 from onecurve.extras.plan.hardware import Hardware
@@ -36,7 +35,7 @@ from onecurve.parallel.pipeline.schedules import SCHEDULES
 from onecurve.process.devices import device_count, resolve_devices
 from onecurve.process.signals import prepare_started_process
 from onecurve.run.experiment import assemble
-from onecurve.targets import build, check_options, check_value, drop_replaced_options, locate
+from onecurve.targets import build, check_options, locate
 
 AUTO, RECOMPUTE = "strategy=auto", "module.recompute=blocks"
 _STAGES, _MICRO_BATCHES = (2, 4, 8, 16), (4, 8, 16)
@@ -82,18 +81,15 @@ class Plan:
 
 
 def plan_run(cfg: DictConfig) -> Plan:
-    """Return the plan of a composed configuration."""
+    """Return the plan of a composed configuration, whose names are checked."""
     hydra_cfg = HydraConfig.get()
-    check_value("plan", cfg.plan, bool)
-    drop_replaced_options(cfg, hydra_cfg.overrides.task)
-    refuse_unknown_options(cfg, hydra_cfg.runtime.choices)
     if cfg.data.get("batch_size_per_device"):
         raise UserError("a plan compares strategies that train the same batches: set data.batch_size")
     group = f"strategy={hydra_cfg.runtime.choices.strategy}"
     options = [word for word in hydra_cfg.overrides.task if word.lstrip("+~").startswith("strategy.")]
-    if group == f"strategy={BEST}" and options:
+    if group == "strategy=best" and options:
         raise UserError(f"strategy=best chooses the options of the strategy: leave out {options[0]}")
-    asked = [] if group == f"strategy={BEST}" else [group, *options]
+    asked = [] if group == "strategy=best" else [group, *options]
     if not (cfg.plan and cfg.hardware.get("tflops")):  # as the run that follows, or on this machine
         cfg.trainer.accelerator, cfg.trainer.devices = resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
     elif cfg.trainer.devices in ("auto", -1):
@@ -266,7 +262,7 @@ def choose_strategy(cfg: DictConfig) -> None:
     if best.reason or not best.estimate:
         raise UserError(f"strategy=best: no strategy can train this; {best.name}: {best.reason}. {ADVICE}")
     _set_best(cfg, plan)
-    words = [word for word in HydraConfig.get().overrides.task if word != f"strategy={BEST}"] + best.options
+    words = [word for word in HydraConfig.get().overrides.task if word != "strategy=best"] + best.options
     own: Any = HydraConfig.instance().cfg
     OmegaConf.set_readonly(own.hydra, False)
     own.hydra.overrides.task, own.hydra.runtime.choices.strategy = words, cfg.runtime.strategy

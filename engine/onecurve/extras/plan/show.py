@@ -11,9 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from onecurve.config.resolve import refuse_unknown_options
 from onecurve.extras.plan.plan import ADVICE, Candidate, Plan, plan_run
 from onecurve.extras.plan.step import Estimate
 from onecurve.records.files import atomic_write
+from onecurve.targets import check_value, drop_replaced_options
 
 _SHOWN = 15  # rows of the table; plan.json has all
 _TEXTS = ("strategy", "why not")
@@ -22,7 +24,11 @@ _DETAILS = ("options", "memory", "seconds", "collectives")  # of plan.json, whic
 
 def show_plan(cfg: DictConfig) -> None:
     """Plan the run, print the table and the errors, and write plan.json and the page into the run folder."""
-    plan, runtime = plan_run(cfg), HydraConfig.get().runtime
+    check_value("plan", cfg.plan, bool)
+    runtime = HydraConfig.get().runtime
+    drop_replaced_options(cfg, HydraConfig.get().overrides.task)
+    refuse_unknown_options(cfg, runtime.choices)
+    plan = plan_run(cfg)
     folder, hardware = Path(runtime.output_dir), runtime.choices.hardware
     rows = [_row(one, one.estimate, plan) for one in plan.candidates if one.estimate]
     refused: dict[str, list[str]] = {}
