@@ -1,12 +1,9 @@
 """Start the ranks of a run: in this process, in new ones of this host, or in those of torchrun or SLURM.
 
-The configuration is composed and resolved in the process that the user started. It is handed to the ranks as it is: to
-a single one in this process, as a pickled copy to each new process, and from rank zero to those that torchrun or SLURM
-started. A process that starts ranks never touches a device. No command line is rebuilt, and a job of a sweep leaves
-nothing behind for the next one.
+The process that the user started composes and resolves the configuration. Each new process gets a pickled copy of it,
+and ranks that torchrun or SLURM started take rank zero's. A process that starts ranks never touches a device. No
+command line is rebuilt, and a job of a sweep leaves nothing behind for the next one.
 """
-
-from __future__ import annotations
 
 import logging
 import os
@@ -17,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,9 +43,6 @@ from onecurve.process.started_by import (
 )
 from onecurve.records.events import append_event, logged_steps, read_events
 from onecurve.run.result import Result
-
-if TYPE_CHECKING:
-    from lightning.pytorch.plugins.environments import ClusterEnvironment
 
 Job = Callable[[DictConfig], Result]
 
@@ -98,7 +92,7 @@ def launch(
         return launch_workers(cfg, job)
 
 
-def _join_started_ranks(env: ClusterEnvironment, cfg: DictConfig, job: Job) -> Result:
+def _join_started_ranks(env: Any, cfg: DictConfig, job: Job) -> Result:
     """Run this process as one of the ranks that torchrun or SLURM started; only rank zero prints a user error."""
     rank = env.global_rank()
     if started_by() == "torchrun":  # it leaves its ranks behind if it is killed: they save, and end

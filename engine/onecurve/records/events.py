@@ -51,13 +51,6 @@ def last_of(events: Sequence[dict[str, Any]], *kinds: str) -> dict[str, Any]:
     return next((event for event in reversed(events) if event["event"] in kinds), {})
 
 
-def append_kill(run_dir: str | Path) -> None:
-    """Append that the last process of a run was killed, if it has recorded no end; a new process calls this first."""
-    files = [Path(run_dir) / name for name in (_FILE, METRICS)]
-    last_written = max((file.stat().st_mtime for file in files if file.exists()), default=None)
-    append_end(run_dir, "killed", "no end was recorded", last_written)
-
-
 def append_end(run_dir: str | Path, event: str, reason: str | None, seconds: float | None = None) -> None:
     """Append the end of a run, unless its rank zero has recorded one, or it has not started."""
     if last_of(read_events(run_dir), *STARTS, *ENDS).get("event") in STARTS:
@@ -86,11 +79,13 @@ def end_of(error: BaseException) -> tuple[str, str]:
 
 @contextmanager
 def failure_recorded(run_dir: str | Path) -> Iterator[None]:
-    """Record how this process of the run fails or stops, and that an earlier one was killed, if so.
+    """Record that the process before was killed, if it has recorded no end, and how this one fails or stops.
 
     Success is left to rank zero, which records `finished` itself: it knows the step, which metrics.csv may not have.
     """
-    append_kill(run_dir)
+    files = [Path(run_dir) / name for name in (_FILE, METRICS)]
+    last_written = max((file.stat().st_mtime for file in files if file.exists()), default=None)
+    append_end(run_dir, "killed", "no end was recorded", last_written)
     try:
         yield
     except BaseException as error:

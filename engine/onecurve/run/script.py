@@ -13,11 +13,9 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch import callbacks
-from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from onecurve.patches.lightning_loops import steps_of_loggers
-from onecurve.process.log import log_script, shorten_user_errors
 from onecurve.process.signals import ended_here
 from onecurve.records.events import append_event, failure_recorded
 from onecurve.run.saving import check_overwrites_nothing
@@ -33,12 +31,6 @@ _TRAINING = (
     *(callbacks.EarlyStopping, callbacks.LearningRateFinder, callbacks.BaseFinetuning, callbacks.ModelPruning),
     *(callbacks.StochasticWeightAveraging, callbacks.WeightAveraging),
 )
-
-
-def begin_script(trainer: Any) -> None:
-    """Show messages and user errors as a script expects them; train.py has its launcher for that."""
-    log_script(rank_zero_only.rank)
-    shorten_user_errors(trainer, rank_zero_only.rank)
 
 
 @contextmanager

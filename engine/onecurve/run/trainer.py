@@ -15,6 +15,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Checkpoint, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
 from onecurve.checkpoint.begun_epoch import BegunEpoch
@@ -34,6 +35,7 @@ from onecurve.parallel.compatibility import check_callbacks, check_can_divide_st
 from onecurve.parallel.norm_groups import NormGroups
 from onecurve.patches.lightning_loops import leave_signals_alone, replace_parts
 from onecurve.process.devices import resolve_devices, tune_malloc
+from onecurve.process.log import log_script, shorten_user_errors
 from onecurve.random.dropout import use_sample_dropout
 from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import AFTER_STAGE, seed_generators
@@ -48,7 +50,7 @@ from onecurve.run.logged_values import LoggedValues, LogPointConnector
 from onecurve.run.metric_states import MetricStates, MetricSync, VirtualMetrics
 from onecurve.run.recorder import RunRecorder
 from onecurve.run.saving import LastCheckpoint
-from onecurve.run.script import USERS_SEED, begin_script, describe_script, stage_of_script
+from onecurve.run.script import USERS_SEED, describe_script, stage_of_script
 from onecurve.run.step import StepInParts
 from onecurve.run.stopping import PreemptionHandler, Watchdog
 from onecurve.run.training_loop import LoopChanges, PreparingConnector
@@ -120,7 +122,8 @@ class Trainer(L.Trainer):
     ) -> None:
         self._is_script = config is None
         if self._is_script:
-            begin_script(self)
+            log_script(rank_zero_only.rank)
+            shorten_user_errors(self, rank_zero_only.rank)
         self.seed = int(os.environ.get(USERS_SEED) or 0) if seed is None else seed
         self.virtual_ranks = (4 if bit_exact else 1) if virtual_ranks is None else virtual_ranks
         arguments.check_arguments(self.seed, self.virtual_ranks, bit_exact, kwargs)

@@ -15,7 +15,6 @@ from onecurve.records import events
 from onecurve.records.events import (
     append_end,
     append_event,
-    append_kill,
     end_of,
     failure_recorded,
     logged_steps,
@@ -100,14 +99,16 @@ def test_a_kill_has_the_time_of_the_last_write(record: int, metrics: int | None,
     if metrics is not None:
         (tmp_path / "metrics.csv").write_text(METRICS)
         os.utime(tmp_path / "metrics.csv", (metrics, metrics))
-    append_kill(tmp_path)
+    with failure_recorded(tmp_path):
+        pass
     killed = read_events(tmp_path)[-1]
     step = None if metrics is None else 10
     assert killed == {"time": expected, "event": "killed", "step": step, "reason": "no end was recorded"}
 
 
 def test_a_new_run_was_not_killed(tmp_path: Path) -> None:
-    append_kill(tmp_path)
+    with failure_recorded(tmp_path):
+        pass
     assert not (tmp_path / "events.jsonl").exists()
 
 
