@@ -71,19 +71,15 @@ def describe_script(
     `save_hyperparameters`. Other arguments of these are not compared when a run continues. The stage begins from
     the checkpoint `path`.
     """
-    given = trainer.given_arguments
-    limits = {f"limit_{name}_batches": limit for name, limit in trainer.limits.items()}
-    arguments = {
-        "devices": trainer.num_devices,
-        "accumulate_grad_batches": trainer.accumulate,
-        "sync_batchnorm": trainer.sync_batchnorm,
-    }
+    given = trainer.given_arguments | {f"limit_{name}_batches": limit for name, limit in trainer.limits.items()}
+    given |= {"devices": trainer.num_devices, "accumulate_grad_batches": trainer.accumulate}
+    given |= {"sync_batchnorm": trainer.sync_batchnorm}
     return OmegaConf.create(
         {
             "seed": trainer.seed,
             "virtual_ranks": trainer.virtual_ranks,
             "bit_exact": trainer.bit_exact,
-            "trainer": {"_target_": "onecurve.Trainer", **_plain({**given, **limits, **arguments})},
+            "trainer": {"_target_": "onecurve.Trainer", **_plain(given)},
             "module": _describe(module),
             "data": _describe(data),
             "strategy": _describe_options(trainer.strategy),
