@@ -85,7 +85,7 @@ def share(*configs: dict[str, Any]) -> dict[int, Any]:
 
 
 def test_any_error_of_rank_zero_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(cfg: DictConfig, plan: Any) -> DictConfig:
+    def fail(cfg: DictConfig) -> DictConfig:
         raise ValueError("a bug")
 
     monkeypatch.setattr(external, "resolve_config", fail)
