@@ -61,7 +61,8 @@ def resolve_config(cfg: DictConfig, plans: bool = True) -> DictConfig:
         choose_strategy(cfg)
     _check_launch(cfg)
     cfg.run_dir = str(folder)
-    saved = _config_of_earlier_run(cfg)
+    earlier = folder_of(Path(cfg.ckpt_path)) if cfg.ckpt_path else folder  # of the run that goes on or is evaluated
+    saved = saved_config(earlier) if earlier and (earlier / CONFIG).is_file() else None
     _set_seed_and_overrides(cfg, saved)
     _set_runtime(cfg)
     _set_names_in_wandb(cfg, saved)
@@ -204,12 +205,6 @@ def runs_in_single_process(cfg: DictConfig) -> bool:
     return bool(cfg.strategy.get("single_process", False))
 
 
-def _config_of_earlier_run(cfg: DictConfig) -> DictConfig | None:
-    """Return the configuration of the run that is continued or evaluated, if there is one."""
-    folder = folder_of(Path(cfg.ckpt_path)) if cfg.ckpt_path else Path(cfg.run_dir)
-    return saved_config(folder) if folder and (folder / CONFIG).is_file() else None
-
-
 def _set_seed_and_overrides(cfg: DictConfig, saved: DictConfig | None) -> None:
     """Draw the seed, or take that of the earlier run, if none is given; set the overrides that restore this run."""
     left_out = _NOT_INHERITED if cfg.seed is not None else [*_NOT_INHERITED, "seed"]
@@ -226,12 +221,12 @@ def _set_runtime(cfg: DictConfig) -> None:
     runtime.run_id, runtime.sweep_id = run_and_sweep_id(Path(cfg.run_dir), hydra_cfg.mode == RunMode.MULTIRUN)
     runtime.command = ["python", "train.py", *hydra_cfg.overrides.task]
     runtime.revision, runtime.modified = source_revision()
-    choices, world_size = hydra_cfg.runtime.choices, device_count(cfg.trainer) * cfg.trainer.num_nodes
+    runtime.world_size = device_count(cfg.trainer) * cfg.trainer.num_nodes
+    choices = hydra_cfg.runtime.choices
     model = choices.get("model" if NET in cfg.module else "module")  # a GAN has networks of its own
     runtime.model = model or str(cfg.module._target_).rpartition(".")[2]
-    is_auto = choices.strategy == "auto"
-    runtime.strategy = ("ddp" if world_size > 1 else "single") if is_auto else choices.strategy
-    runtime.world_size = world_size
+    of_auto = "ddp" if runtime.world_size > 1 else "single"
+    runtime.strategy = of_auto if choices.strategy == "auto" else choices.strategy
 
 
 def _set_names_in_wandb(cfg: DictConfig, saved: DictConfig | None) -> None:

@@ -1,12 +1,10 @@
 """Ranks that torchrun or SLURM started: they take rank zero's configuration before a process group exists."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch.distributed as dist
 import yaml
@@ -17,15 +15,12 @@ from onecurve.errors import UserError
 from onecurve.identity.option_kinds import flatten_config
 from onecurve.process.devices import device_count
 
-if TYPE_CHECKING:
-    from lightning.pytorch.plugins.environments import ClusterEnvironment
-
 _PATIENCE = timedelta(seconds=30)  # until the terminal shows which ranks are missing
 _TIMEOUT = timedelta(minutes=10)  # for the slowest node to start
 
 
-def connect_ranks(env: ClusterEnvironment) -> dist.Store:
-    """Return a store that all ranks share: that of torchrun's agent, or else one of rank zero.
+def connect_ranks(env: Any) -> dist.Store:
+    """Return a store that all ranks of a ClusterEnvironment share: that of torchrun's agent, or else one of rank zero.
 
     With `multi_tenant`, the process group later uses the same server (torch/distributed/rendezvous.py). A temporary
     process group would leave addresses behind that break Lightning's own.

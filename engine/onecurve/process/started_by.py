@@ -1,16 +1,11 @@
 """Who started this process, and as which rank: the one reader of the variables that torchrun and srun set."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any
 
 from onecurve.errors import UserError
-
-if TYPE_CHECKING:
-    from lightning.pytorch.plugins.environments import ClusterEnvironment
 
 # The variables of one rank. A shell may keep them from another job, and torch, Lightning and other libraries read them.
 OF_A_RANK = ["RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
@@ -38,8 +33,8 @@ def check_tasks_are_started() -> None:
         )
 
 
-def detect_cluster_environment() -> ClusterEnvironment | None:
-    """Return the environment of torchrun or SLURM, or None if neither started this process as one of several ranks."""
+def detect_cluster_environment() -> Any:
+    """Return Lightning's environment of torchrun or SLURM, or None if neither started this process as one of many."""
     if started_by() is None:
         return None
     from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment

@@ -31,8 +31,7 @@ class Result:
     @property
     def history(self) -> list[dict[str, float]]:
         """The rows of metrics.csv, each without its empty cells; `pandas.DataFrame` takes them."""
-        file = self.folder / METRICS
-        with file.open(newline="") as stream:
+        with (self.folder / METRICS).open(newline="") as stream:
             rows = list(csv.DictReader(stream))
         return [{name: _COLUMN_TYPES.get(name, float)(cell) for name, cell in row.items() if cell} for row in rows]
 

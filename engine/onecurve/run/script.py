@@ -68,8 +68,7 @@ def describe_script(
     """Return the configuration that names the experiment of a script's run.
 
     Its options are the arguments of the trainer, and the hyper-parameters that module and DataModule have kept by
-    `save_hyperparameters`. Other arguments of these are not compared when a run continues. The stage begins from
-    the checkpoint `path`.
+    `save_hyperparameters`. Other arguments of these are not compared when a run continues. `path` is the checkpoint.
     """
     given = trainer.given_arguments | {f"limit_{name}_batches": limit for name, limit in trainer.limits.items()}
     given |= {"devices": trainer.num_devices, "accumulate_grad_batches": trainer.accumulate}
