@@ -225,8 +225,8 @@ def _set_runtime(cfg: DictConfig) -> None:
     choices = hydra_cfg.runtime.choices
     model = choices.get("model" if NET in cfg.module else "module")  # a GAN has networks of its own
     runtime.model = model or str(cfg.module._target_).rpartition(".")[2]
-    of_auto = "ddp" if runtime.world_size > 1 else "single"
-    runtime.strategy = of_auto if choices.strategy == "auto" else choices.strategy
+    is_auto = choices.strategy == "auto"
+    runtime.strategy = ("ddp" if runtime.world_size > 1 else "single") if is_auto else choices.strategy
 
 
 def _set_names_in_wandb(cfg: DictConfig, saved: DictConfig | None) -> None:

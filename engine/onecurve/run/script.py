@@ -18,7 +18,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from onecurve.patches.lightning_loops import steps_of_loggers
 from onecurve.process.signals import ended_here
 from onecurve.records.events import append_event, failure_recorded
-from onecurve.run.saving import check_overwrites_nothing
+from onecurve.run.ckpt_path import check_overwrites_nothing
 from onecurve.targets import default_options, plain_config
 
 _log = logging.getLogger(__name__)

@@ -40,6 +40,7 @@ from onecurve.random.dropout import use_sample_dropout
 from onecurve.random.hashing import hash_ints
 from onecurve.random.seeding import AFTER_STAGE, seed_generators
 from onecurve.random.step_seeds import RandomNumbers
+from onecurve.records.files import CHECKPOINTS
 from onecurve.run import arguments
 from onecurve.run.attributes import Attributes
 from onecurve.run.bit_exact import BitExactness
