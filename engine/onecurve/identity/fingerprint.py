@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig
 from torch import Tensor
+from torch.utils.data import ConcatDataset, TensorDataset
 
 from onecurve.errors import CheckpointUserError, as_typed
 from onecurve.identity.option_kinds import CONTINUABLE, default_value, experiment_options, matches
@@ -70,20 +71,28 @@ def describe_experiment(config: DictConfig, data: Any) -> Experiment:
 
 
 def _training_facts(samples: Iterable[tuple[Any, int | None, str | None]]) -> str:
-    """Return what identifies the training samples: their number, and a hash of their indices and labels.
+    """Return what identifies the training samples: their number, and a hash of the indices and labels that they show.
 
     Args:
         samples: the dataset of each loader, its number of samples, and a hash of a stream's first samples.
     """
-    content, counts = hashlib.sha256(), []
+    content, counts = b"", []
     for dataset, count, digest in samples:
-        content.update((digest or "").encode())
-        while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):  # a Subset, perhaps of another one
-            content.update(_bytes_of(dataset.indices))
-            dataset = dataset.dataset
-        content.update(_bytes_of(getattr(dataset, "labels", getattr(dataset, "targets", []))))
+        content += (digest or "").encode() + _content_of(dataset)
         counts.append("a stream of" if count is None else str(count))
-    return f"{' + '.join(counts)} samples, SHA-256 {content.hexdigest()[:12]}"
+    shown = f", SHA-256 {hashlib.sha256(content).hexdigest()[:12]}" if content else ""
+    return f"{' + '.join(counts)} samples{shown}"
+
+
+def _content_of(dataset: Any) -> bytes:
+    """Return bytes that identify the indices and the labels of a dataset; none if it shows none."""
+    if isinstance(dataset, ConcatDataset):
+        return b"".join(_content_of(part) for part in dataset.datasets)
+    if hasattr(dataset, "indices") and hasattr(dataset, "dataset"):  # a Subset, perhaps of another one
+        return _bytes_of(dataset.indices) + _content_of(dataset.dataset)
+    if isinstance(dataset, TensorDataset):
+        return _bytes_of(dataset.tensors[-1])
+    return _bytes_of(getattr(dataset, "labels", getattr(dataset, "targets", [])))
 
 
 def _bytes_of(values: Any) -> bytes:
@@ -91,7 +100,7 @@ def _bytes_of(values: Any) -> bytes:
     try:
         array = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     except ValueError:  # lists of different lengths
-        array = np.asarray(0)
+        return repr(values).encode()
     return repr(values).encode() if array.dtype == object else array.tobytes()
 
 
