@@ -67,7 +67,7 @@ class Hardware:
         """Return the seconds of an operation by the roofline model (Williams, Waterman and Patterson, 2009)."""
         dtype = dtype_name(precision)
         assert self.tflops
-        assert dtype  # one of torch's, in which the CPU has trained for the profile
+        assert dtype  # a name of torch's, in which the CPU has trained for the profile
         rate = self.tflops["tf32" if is_convolution and dtype == "float32" else _RATES[dtype]] * 1e12 * _EFFICIENCY
         return max(flops / rate, self.copy_seconds(nbytes), _LAUNCH)
 

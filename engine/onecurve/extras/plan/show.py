@@ -24,12 +24,11 @@ _DETAILS = ("options", "memory", "seconds", "collectives")  # of plan.json, whic
 
 def show_plan(cfg: DictConfig) -> None:
     """Plan the run, print the table and the errors, and write plan.json and the page into the run folder."""
-    check_value("plan", cfg.plan, bool)
     runtime = HydraConfig.get().runtime
+    check_value("plan", cfg.plan, bool)
     drop_replaced_options(cfg, HydraConfig.get().overrides.task)
     refuse_unknown_options(cfg, runtime.choices)
-    plan = plan_run(cfg)
-    folder, hardware = Path(runtime.output_dir), runtime.choices.hardware
+    plan, folder, hardware = plan_run(cfg), Path(runtime.output_dir), runtime.choices.hardware
     rows = [_row(one, one.estimate, plan) for one in plan.candidates if one.estimate]
     refused: dict[str, list[str]] = {}
     for candidate in plan.candidates:

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from onecurve.config.folder import register_resolvers
 from onecurve.extras.jobs import DONE, Job, Sweep, is_sweep, job_folder
+from onecurve.process.started_by import detect_cluster_environment
 from onecurve.records.files import atomic_write
 
 _MAX_ERROR_LENGTH = 80  # characters of a job's error that the table shows
@@ -28,8 +29,6 @@ class SweepReport(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         self._sweep_pid = os.getpid()  # the sweep's process, also where a launcher unpickles this object
-        from onecurve.process.started_by import detect_cluster_environment
-
         if env := detect_cluster_environment():
             message = "error: -m: a sweep starts the processes of its jobs, so start it without torchrun or srun"
             sys.exit(message if env.global_rank() == 0 else 1)

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from unittest import mock
 
 import torch
 from filelock import Timeout
@@ -47,23 +48,15 @@ def _reserve_cores(count: int) -> Iterator[None]:
 
 @contextmanager
 def _reserve_gpus(devices: int | list[int]) -> Iterator[None]:
-    """Reserve a number of GPUs, or the listed ones.
-
-    The locks use the numbers that the GPUs have without CUDA_VISIBLE_DEVICES.
-    """
+    """Reserve a number of GPUs, or the listed ones, by the numbers that they have without CUDA_VISIBLE_DEVICES."""
     before = os.environ.get(_VISIBLE)
     visible = before.split(",") if before else [str(index) for index in range(torch.accelerator.device_count())]
     listed = range(len(visible)) if isinstance(devices, int) else devices
     count = devices if isinstance(devices, int) else len(devices)
-    with _acquire_locks([f"gpu {visible[index]}" for index in listed], count) as locks:
+    with _acquire_locks([f"gpu {visible[index]}" for index in listed], count) as locks, mock.patch.dict(os.environ):
         if isinstance(devices, int):  # listed indices refer to CUDA_VISIBLE_DEVICES as it is
             os.environ[_VISIBLE] = ",".join(name.split()[1] for name in locks)
-        try:
-            yield
-        finally:
-            os.environ.pop(_VISIBLE, None)
-            if before is not None:
-                os.environ[_VISIBLE] = before
+        yield
 
 
 @contextmanager

@@ -104,7 +104,9 @@ def test_sweep_stops_if_no_job_can_start(
 def test_another_metric_is_that_of_the_finished_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No job is started again: the second sweep would have no function to start one."""
     sweep = tmp_path / "sweep"
-    monkeypatch.setattr("onecurve.extras.sweeps.job.launch", lambda *_: {"val/acc": 0.5, "val/loss": 2.0})
+    monkeypatch.setattr(
+        "onecurve.extras.sweeps.job.launch", lambda *_: Result({"val/acc": 0.5, "val/loss": 2.0}, tmp_path)
+    )
     run_here("-m", "seed=0,1", f"hydra.sweep.dir={sweep}")
     assert [row["val/acc"] for row in rows(sweep / "sweep.csv")] == ["0.5"] * 2
     monkeypatch.setattr("onecurve.extras.sweeps.job.launch", None)
