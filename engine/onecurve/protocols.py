@@ -114,7 +114,7 @@ class Strategy(Protocol):
             `num_microbatches`, `shares`, `in_turn`, `group` (of the replicas), `model_group` (that hold one network),
             `has_own_weights` (ranks between two averages of them).
         shares: relative numbers of samples of the ranks, or None.
-        module_needs: attributes that a module must have, each with what it is.
+        module_needs: attributes that a module must have, each with what it is and, after a colon, the way out.
         data_parallel: `fsdp` if it shards weights beside another division.
         shard_optimizer: whether it divides the state of the optimizer.
         virtual_rank_passes: the class that computes virtual ranks one by one.

@@ -72,9 +72,7 @@ def _check_needs(strategy: Any, name: str, module: L.LightningModule) -> None:
     module_name = type(module).__name__
     for attribute, meaning in getattr(strategy, "module_needs", {}).items():
         if not getattr(module, attribute, None):
-            raise UserError(
-                f"strategy={name} needs {module_name}.{attribute}, {meaning}: add it, or use strategy=ddp or fsdp"
-            )
+            raise UserError(f"strategy={name} needs {module_name}.{attribute}, {meaning}, or use strategy=ddp or fsdp")
         if attribute == "loss" and isinstance(module.loss, nn.Module):
             raise UserError(
                 f"strategy={name} calls {module_name}.loss(outputs, batch), which is a layer: give the layer another "

@@ -35,7 +35,7 @@ class _Replica(nn.Module):
 class DP(ParallelStrategy):
     """Puts the batch on the first GPU; the forward pass of the network scatters it over all GPUs."""
 
-    module_needs: ClassVar = {NET: "the network to copy to each GPU"}
+    module_needs: ClassVar = {NET: "the network to copy to each GPU: rename its attribute"}
     # There is no other process.
     model_to_device = SingleDeviceStrategy.model_to_device
     reduce = SingleDeviceStrategy.reduce

@@ -229,7 +229,10 @@ def test_weights_only_checkpoint_can_be_read(task: list[str], folder: Path) -> N
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["strategy=pipeline"], "strategy=pipeline needs Plain.net, the network to split"),
+        (
+            ["strategy=pipeline"],
+            "strategy=pipeline needs Plain.net, the network to split: rename its attribute, or use",
+        ),
         (
             ["callbacks.best.monitor=val_acc"],
             "callbacks.best monitors val_acc, which validation does not log .it logs val",

@@ -74,7 +74,10 @@ class Pipeline(ShardedStateStrategy):
 
     hardware_options: Sequence[str] = ("stages", "schedule", "microbatches", "split", "data_parallel")
     virtual_rank_passes: ClassVar = StageRanks
-    module_needs: ClassVar = {NET: "the network to split", "loss": "which maps outputs and a batch to the mean loss"}
+    module_needs: ClassVar = {
+        NET: "the network to split: rename its attribute",
+        "loss": "which maps outputs and a batch to the mean loss: add it",
+    }
 
     def __init__(
         self,
@@ -92,8 +95,7 @@ class Pipeline(ShardedStateStrategy):
             raise UserError(f"strategy.microbatches={microbatches}: give a number of at least one")
         self.stages, self.schedule, self.spec = stages, schedule, SCHEDULES[schedule]
         self.microbatches, self.split, self.data_parallel = microbatches, split, data_parallel
-        # What the network computes when a training step calls it; None outside of one.
-        self.training_forward: Callable[[Tensor], Tensor] | None = None
+        self.training_forward: Callable[[Tensor], Tensor] | None = None  # of the network within a training step
         # Called when the optimizers have been set up, for which the network is whole; then None.
         self._remove_other_stages: Callable[[], None] | None = None
         self._losses: list[Tensor] | None = None  # of the micro-batches, on the last stage's rank; None before they run
