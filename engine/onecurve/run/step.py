@@ -7,6 +7,9 @@ The parts are micro-batches, whose gradients add up in place; or the virtual ran
 (`onecurve/parallel/virtual_ranks.py`). The mean loss of a rank that has more or fewer samples than others is weighted
 by them, so that the mean over the ranks is that of the samples.
 
+In a part its context begins, then come the forward pass, in the first part the reset of the gradients, and the backward
+pass. After the parts `on_before_zero_grad` is called, and what the passes have logged is logged once.
+
 Lightning then clips the gradients, with `bit_exact` by what `onecurve/run/bit_exact.py` sets, and takes the step.
 """
 
@@ -75,8 +78,9 @@ class StepInParts(Optimization):
         # `post_backward` calls `on_after_backward`, which waits for the complete gradient.
         with mock.patch.object(trainer.precision_plugin, "post_backward", lambda loss, module: loss.detach()):
             for index, part in enumerate(data.parts):
-                with passes.one_pass(index, part), timed_computation(), results.divert(log):
-                    output = self.forward_pass(kwargs | {"batch": part.batch})
+                with passes.one_pass(index, part), timed_computation():
+                    with results.divert(log):  # not what the reset logs, which only the first part has
+                        output = self.forward_pass(kwargs | {"batch": part.batch})
                     if hidden is not None:
                         hidden.end_forward(index)
                     if index == 0:
@@ -84,11 +88,14 @@ class StepInParts(Optimization):
                             self.reset_gradients(step, optimizer)
                         passes.keep_gradients()
                     if backward and output.closure_loss is not None:
-                        backward(output.closure_loss * weight / divisor)
+                        with results.divert(log):
+                            backward(output.closure_loss * weight / divisor)
                 log.end_pass(output.loss)
                 outputs.append(output.extra)
         data.use_samples_of_hooks()
         table = passes.finish(log.rows())
+        if data.bit_exact:
+            self._check_names(table)
         if backward:  # not within the first pass: the others would see what the hook changes, such as an average
             with _gradients_replaced(kept):
                 self.call_before_reset(optimizer)
@@ -98,8 +105,6 @@ class StepInParts(Optimization):
     def _end_step(self, log: PassLog, table: Tensor, optimizer: Any, weight: float) -> Tensor | None:
         """Log once what the passes have logged, and call `on_after_backward`; return the mean loss."""
         trainer, plugin, bit_exact = self.trainer, self.trainer.precision_plugin, self.trainer.datamodule.bit_exact
-        if bit_exact:
-            self._check_names(table)
         with plugin.forward_context():  # a metric that Lightning moves to the device takes the default type
             log.log(results_of(trainer.fit_loop.epoch_loop), table, is_complete=bit_exact)
         loss = log.mean_loss(table)

@@ -150,6 +150,20 @@ def test_a_step_whose_schedule_fails_counts(folder: Path) -> None:
     assert (saved["position"]["epoch_steps"], saved["position"]["steps"], saved["global_step"]) == (4, 4, 4)
 
 
+class FailsToMove(Taught):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.trainer.global_step == 7:
+            raise RuntimeError("no memory")
+        return batch
+
+
+def test_the_last_batch_that_is_not_moved_is_no_step(folder: Path) -> None:
+    with pytest.raises(RuntimeError, match="no memory"):
+        fit(folder, OnExceptionCheckpoint(folder, "failed"), module=FailsToMove())
+    position = torch.load(folder / "failed.ckpt")["position"]
+    assert (position["epoch"], position["epoch_steps"], position["steps"]) == (0, 7, 7)
+
+
 @pytest.mark.parametrize("is_first", [False, True])
 def test_a_saved_step_has_the_best_one_of_its_validation(is_first: bool, folder: Path) -> None:
     of_steps = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)

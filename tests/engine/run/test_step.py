@@ -6,8 +6,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 
+import onecurve
 from onecurve.errors import UserError
 from onecurve.run.experiment import run_experiment
 from tests.support.bits import rows_of
@@ -99,3 +101,16 @@ def test_refuses_a_changing_number_of_micro_batches(folder: Path) -> None:
         UserError, match=r"GradientAccumulationScheduler changes .* set trainer.accumulate_grad_batches"
     ):
         run_experiment(compose(folder, *COUNTING, scheduler + "scheduling: {0: 2}}"))
+
+
+class LogsAtReset(BoringModel):
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        super().optimizer_zero_grad(*args)
+        self.log("resets", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+
+
+@pytest.mark.parametrize("options", [{"bit_exact": True}, {"accumulate_grad_batches": 2}])
+def test_the_reset_of_gradients_logs_once(options: dict[str, Any], folder: Path) -> None:
+    trainer = onecurve.Trainer(accelerator="cpu", max_epochs=1, default_root_dir=folder, seed=0, **options)
+    trainer.fit(LogsAtReset(), DataLoader(RandomDataset(32, 64), batch_size=16))
+    assert trainer.callback_metrics["resets"] == 4
