@@ -57,7 +57,7 @@ def _collectives(cfg: Any) -> Counter[str]:
 
     stopped_clock = SimpleNamespace(monotonic=lambda: 0.0)  # the interval between polls doubles each time
     try:
-        with patch("onecurve.observe.steps.time", stopped_clock):
+        with patch("onecurve.process.consensus.time", stopped_clock):
             fit(cfg, Count())
     finally:
         restore()
