@@ -37,10 +37,13 @@ def train(cfg: DictConfig) -> Result:
     Several ranks are new processes, as under train.py: a notebook needs no strategy of its own.
 
     Raises:
+        UserError: with `doctor=true` or `plan=true`, or for what else a user can mend.
         KeyboardInterrupt: if the user interrupted the run; `ckpt_path` goes on from where it was saved.
     """
     from onecurve.launch.start import launch
 
+    if cfg.doctor or cfg.plan:
+        raise UserError("doctor=true and plan=true are for the command line: python train.py doctor=true")
     forget_other_ranks()
     with _hydra_initialized(list(cfg.runtime.overrides)), _process_restored():
         # What Hydra itself sets for a run in its folder.

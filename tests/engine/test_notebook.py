@@ -130,6 +130,13 @@ def test_late_interrupt_stops_no_later_run(tiny: list[str], folder: Path, monkey
     assert signal.getsignal(signal.SIGINT) == handler
 
 
+@pytest.mark.parametrize("option", ["doctor=true", "plan=true"])
+def test_what_only_the_command_line_has_trains_nothing(option: str, tiny: list[str], folder: Path) -> None:
+    with pytest.raises(UserError, match="doctor=true and plan=true are for the command line"):
+        train(compose(*tiny, option, f"run_dir={folder / 'run'}"))
+    assert not (folder / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("place", "raised", "options"),
     [

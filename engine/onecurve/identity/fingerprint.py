@@ -90,8 +90,9 @@ def _content_of(dataset: Any) -> bytes:
         return b"".join(_content_of(part) for part in dataset.datasets)
     if hasattr(dataset, "indices") and hasattr(dataset, "dataset"):  # a Subset, perhaps of another one
         return _bytes_of(dataset.indices) + _content_of(dataset.dataset)
-    if isinstance(dataset, TensorDataset):
-        return _bytes_of(dataset.tensors[-1])
+    if isinstance(dataset, TensorDataset):  # its labels; numbers computed by some threads may have other bits elsewhere
+        last = dataset.tensors[-1]
+        return b"" if last.is_floating_point() or last.is_complex() else _bytes_of(last)
     return _bytes_of(getattr(dataset, "labels", getattr(dataset, "targets", [])))
 
 

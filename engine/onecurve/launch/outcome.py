@@ -145,7 +145,7 @@ def run_lifecycle(cfg: DictConfig) -> Iterator[None]:
         with failure_recorded(cfg.run_dir):
             yield
     finally:
-        if cfg.report:
+        if cfg.report and not cfg.doctor:
             write_report(Path(cfg.run_dir))
         lock.release()
 

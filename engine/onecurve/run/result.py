@@ -36,5 +36,5 @@ class Result:
         return [{name: _COLUMN_TYPES.get(name, float)(cell) for name, cell in row.items() if cell} for row in rows]
 
     def __reduce__(self) -> Any:
-        """Leave the trainer in the process of its rank."""
+        """Leave the trainer out, also of a copy: it stays in the process of its rank."""
         return Result, (self.metrics, self.folder)

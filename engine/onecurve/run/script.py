@@ -1,7 +1,6 @@
 """The run of a script: its log and record, and its description, in the form of a configuration, by its objects."""
 
 import logging
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,11 +17,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from onecurve.patches.lightning_loops import steps_of_loggers
 from onecurve.process.signals import ended_here
 from onecurve.records.events import append_event, failure_recorded
-from onecurve.run.ckpt_path import check_overwrites_nothing
 from onecurve.targets import default_options, plain_config
 
 _log = logging.getLogger(__name__)
-USERS_SEED = "PL_GLOBAL_SEED"  # the variable in which `lightning.seed_everything` keeps its seed
 _PLAIN = (bool, int, float, str, type(None))
 _NOT_PLAIN = object()
 _NOT_COMPOSED: dict[str, Any] = {"overrides": [], "changes": [], "revision": None, "modified": False, "strategy": None}
@@ -37,12 +34,10 @@ _TRAINING = (
 def stage_of_script(trainer: Any, name: str, path: str | None) -> Iterator[None]:
     """Return a context for a stage that begins from the checkpoint `path`; in a notebook a signal ends the stage only.
 
-    A fit may not overwrite another run, and rank zero records how it ends, as the launcher of train.py does.
+    Rank zero records how a fit ends, as the launcher of train.py does.
     """
-    if name == "fit":
-        check_overwrites_nothing(trainer, path)
-        if not path:
-            _warn_of_early_module(trainer.seed)
+    if name == "fit" and not path:
+        _warn_of_early_module(trainer)
     is_recorded, folder = name == "fit" and trainer.is_global_zero, trainer.default_root_dir
     recorded = failure_recorded(folder) if is_recorded else nullcontext()
     with recorded, ended_here() if hasattr(sys, "ps1") else nullcontext():
@@ -51,10 +46,10 @@ def stage_of_script(trainer: Any, name: str, path: str | None) -> Iterator[None]
         append_event(folder, "finished", steps_of_loggers(trainer))
 
 
-def _warn_of_early_module(seed: int) -> None:
+def _warn_of_early_module(trainer: Any) -> None:
     """Warn if nothing was drawn since the trainer has seeded the generators: the weights may be from before."""
-    untouched = torch.Generator().manual_seed(seed).get_state()
-    if not os.environ.get(USERS_SEED) and torch.equal(untouched, torch.get_rng_state()):
+    before, trainer.state_before_module = trainer.state_before_module, None
+    if before is not None and torch.equal(before, torch.get_rng_state()):
         _log.warning(
             "no random number was drawn since the trainer has seeded the generators: if the module was built before "
             "it, build it after it, or call lightning.seed_everything first, so that each run begins with the same "

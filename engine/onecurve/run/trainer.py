@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, cast
 from unittest import mock
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Checkpoint, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import DoublePrecision
@@ -44,19 +45,20 @@ from onecurve.records.files import CHECKPOINTS
 from onecurve.run import arguments
 from onecurve.run.attributes import Attributes
 from onecurve.run.bit_exact import BitExactness
-from onecurve.run.ckpt_path import find_checkpoint, monitoring
+from onecurve.run.ckpt_path import check_overwrites_nothing, find_checkpoint, monitoring
 from onecurve.run.known_errors import translated_errors
 from onecurve.run.late_saves import LateSaves
 from onecurve.run.logged_values import LoggedValues, LogPointConnector
 from onecurve.run.metric_states import MetricStates, MetricSync, VirtualMetrics
 from onecurve.run.recorder import RunRecorder
 from onecurve.run.saving import LastCheckpoint
-from onecurve.run.script import USERS_SEED, describe_script, stage_of_script
+from onecurve.run.script import describe_script, stage_of_script
 from onecurve.run.step import StepInParts
 from onecurve.run.stopping import PreemptionHandler, Watchdog
 from onecurve.run.training_loop import LoopChanges, PreparingConnector
 
 _log = logging.getLogger(__name__)
+_USERS_SEED = "PL_GLOBAL_SEED"  # the variable in which `lightning.seed_everything` keeps its seed
 _FOLDER = "onecurve_logs"  # of a run without `default_root_dir`, beside Lightning's lightning_logs
 _Arguments = ParamSpec("_Arguments")
 _stages = count()  # of all trainers of the process
@@ -125,7 +127,7 @@ class Trainer(L.Trainer):
         if self._is_script:
             log_script(rank_zero_only.rank)
             shorten_user_errors(self, rank_zero_only.rank)
-        self.seed = int(os.environ.get(USERS_SEED) or 0) if seed is None else seed
+        self.seed = int(os.environ.get(_USERS_SEED) or 0) if seed is None else seed
         self.virtual_ranks = (4 if bit_exact else 1) if virtual_ranks is None else virtual_ranks
         arguments.check_arguments(self.seed, self.virtual_ranks, bit_exact, kwargs)
         self.bit_exact, self.accumulate, self.sync_batchnorm = bit_exact, accumulate_grad_batches, sync_batchnorm
@@ -138,6 +140,8 @@ class Trainer(L.Trainer):
         self._folder = Path(default_root_dir or _FOLDER).expanduser()
         with mock.patch.dict(os.environ):  # or a later trainer would take this seed for the user's
             L.seed_everything(self.seed, verbose=False)
+        # Of torch's generator, for a warning; not if the user has seeded it too.
+        self.state_before_module = None if os.environ.get(_USERS_SEED) else torch.get_rng_state()
         accelerator, devices = resolve_devices(accelerator, devices)
         kwargs["deterministic"] = kwargs.get("deterministic") or (bit_exact and accelerator != "cpu") or None
         if bit_exact:  # cuDNN would choose its kernels by their times, in each process again
@@ -238,6 +242,8 @@ class Trainer(L.Trainer):
             self.callbacks = [one for one in callbacks if type(one) is not LearningRateFinder]
         else:
             arguments.check_search(self)
+        if self._is_script and ckpt_path not in ("last", "best"):
+            check_overwrites_nothing(self, path)
         data = self._prepare("fit", model, loaders, datamodule, path)
         self._fitted = data.plain
         with self._stage("fit", path):

@@ -45,6 +45,11 @@ class Validated(BoringModel):
         self.log("x", self(batch).square().mean())
 
 
+class Named(BoringModel):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/x", self(batch).square().mean())
+
+
 def fit(folder: Path, *callbacks: L.Callback, module: Taught | None = None, **options: Any) -> dict[str, Tensor]:
     given: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "seed": 0, "callbacks": [*callbacks]}
     given |= {"enable_progress_bar": False, "enable_model_summary": False, **options}
@@ -148,6 +153,16 @@ def test_a_step_whose_schedule_fails_counts(folder: Path) -> None:
         fit(folder, OnExceptionCheckpoint(folder, "failed"), module=FailsInSchedule())
     saved = torch.load(folder / "failed.ckpt")
     assert (saved["position"]["epoch_steps"], saved["position"]["steps"], saved["global_step"]) == (4, 4, 4)
+
+
+def test_a_best_checkpoint_in_a_folder_of_its_own_goes_on(folder: Path) -> None:
+    saver = ModelCheckpoint(monitor="val/x", filename="{epoch}-{val/x:.2f}")
+    trainer = onecurve.Trainer(accelerator="cpu", default_root_dir=folder, max_epochs=1, callbacks=[saver])
+    module, loader = Named(), DataLoader(RandomDataset(32, 64), batch_size=8)
+    trainer.fit(module, loader, loader)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader, loader, ckpt_path="best")
+    assert trainer.current_epoch == 2
 
 
 class FailsToMove(Taught):

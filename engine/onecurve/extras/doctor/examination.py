@@ -50,7 +50,7 @@ def examine(cfg: DictConfig) -> None:
     has_failed = False
     for name, check in (CHECKS | own_checks(cfg)).items():
         if local_rank == 0 or check is check_all_reduce:
-            status, text = run_check(check, cfg)
+            status, text = run_check(check, cfg.copy())  # an object that one builds resolves interpolations
             has_failed |= status == "error"
             if rank == 0 or status != "ok":
                 _print(name, status, f"rank {rank} on {socket.gethostname()}: {text}" if rank else text)
@@ -246,7 +246,7 @@ def check_all_reduce(cfg: DictConfig) -> str:
     The options that would resume or restart a run are off, because one may be in progress in the run folder.
     """
     check_tasks_are_started()
-    cfg.fit, cfg.resume, cfg.report, cfg.launch.max_restarts, cfg.launch.elastic = False, None, False, 0, False
+    cfg.fit, cfg.resume, cfg.launch.max_restarts, cfg.launch.elastic = False, None, 0, False
     if cfg.trainer.num_nodes == 1 and not detect_cluster_environment():
         with open_dict(cfg.strategy):  # a process per device, also for a strategy that starts its own processes
             cfg.strategy.pop("single_process", None)

@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from unittest import mock
 
 import torch
 from filelock import Timeout
@@ -13,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from onecurve.process.devices import device_count, usable_cores
+from onecurve.process.started_by import variables_replaced
 from onecurve.records.files import named_lock
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -53,10 +53,11 @@ def _reserve_gpus(devices: int | list[int]) -> Iterator[None]:
     visible = before.split(",") if before else [str(index) for index in range(torch.accelerator.device_count())]
     listed = range(len(visible)) if isinstance(devices, int) else devices
     count = devices if isinstance(devices, int) else len(devices)
-    with _acquire_locks([f"gpu {visible[index]}" for index in listed], count) as locks, mock.patch.dict(os.environ):
-        if isinstance(devices, int):  # listed indices refer to CUDA_VISIBLE_DEVICES as it is
-            os.environ[_VISIBLE] = ",".join(name.split()[1] for name in locks)
-        yield
+    with _acquire_locks([f"gpu {visible[index]}" for index in listed], count) as locks:
+        numbers = ",".join(name.split()[1] for name in locks)
+        own = {_VISIBLE: numbers} if isinstance(devices, int) else {}  # listed indices refer to the variable as it is
+        with variables_replaced(own, **own):
+            yield
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from onecurve.errors import RankFailedError, UserError
 from onecurve.extras.doctor import all_reduce, examination
 from onecurve.extras.doctor.examination import check_all_reduce, run_check
-from tests.support.commands import run_here
+from tests.support.commands import TORCHRUN, run, run_here
 
 QUICK = ["doctor=true", "trainer.accelerator=cpu", "logger=none"]
 
@@ -24,6 +24,14 @@ def test_two_processes(small: list[str], tmp_path: Path) -> None:
     assert re.findall(r"^(\w+) +(\S+)", out, re.MULTILINE) == [("ok", name) for name in examination.CHECKS]
     assert re.search(r"2 process\(es\) on 1 host\(s\), 64 MiB in \d.* ms, \d.* GB/s", out)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_two_ranks_of_torchrun(small: list[str], tmp_path: Path) -> None:
+    """The checks of the first process build objects, and leave the configuration that it shares as it is."""
+    options = [*QUICK, "strategy=ddp", "trainer.devices=2", f"run_dir={tmp_path / 'run'}"]
+    out, _ = run("data=shapes", *options, program=TORCHRUN)
+    assert [status for status, _ in re.findall(r"^(\w+) +(\S+)", out, re.MULTILINE)] == ["ok"] * len(examination.CHECKS)
 
 
 def test_one_process_beside_a_run(small: list[str], tmp_path: Path) -> None:
