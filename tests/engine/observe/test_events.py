@@ -14,7 +14,7 @@ from onecurve.records.events import append_end, append_event, read_events
 
 
 def config(folder: Path) -> DictConfig:
-    return OmegaConf.create({"run_dir": str(folder), "report": False})
+    return OmegaConf.create({"run_dir": str(folder), "report": False, "doctor": False})
 
 
 def names(folder: Path) -> list[str]:

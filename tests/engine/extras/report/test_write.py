@@ -21,7 +21,7 @@ from tests.support.run_folders import write_run
 
 
 def config(folder: Path, **options: bool) -> DictConfig:
-    return OmegaConf.create({"run_dir": str(folder), "report": True} | options)
+    return OmegaConf.create({"run_dir": str(folder), "report": True, "doctor": False} | options)
 
 
 def test_written_after_an_error(tmp_path: Path) -> None:
@@ -31,9 +31,10 @@ def test_written_after_an_error(tmp_path: Path) -> None:
     assert page.is_file()
 
 
-def test_not_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"report": False}, {"doctor": True}], ids=str)
+def test_not_written(tmp_path: Path, options: dict[str, bool]) -> None:
     folder = write_run(tmp_path / "run")
-    with run_lifecycle(config(folder, report=False)):
+    with run_lifecycle(config(folder, **options)):
         pass
     empty = tmp_path / "empty"
     empty.mkdir()
