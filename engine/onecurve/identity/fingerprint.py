@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils.data import ConcatDataset, TensorDataset
@@ -92,7 +93,8 @@ def _content_of(dataset: Any) -> bytes:
         return _bytes_of(dataset.indices) + _content_of(dataset.dataset)
     if isinstance(dataset, TensorDataset):  # its labels; numbers computed by some threads may have other bits elsewhere
         last = dataset.tensors[-1]
-        return b"" if last.is_floating_point() or last.is_complex() else _bytes_of(last)
+        are_labels = not (last.is_floating_point() or last.is_complex()) and last.layout == torch.strided
+        return _bytes_of(last) if are_labels else b""
     return _bytes_of(getattr(dataset, "labels", getattr(dataset, "targets", [])))
 
 

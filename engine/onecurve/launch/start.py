@@ -22,7 +22,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from onecurve.checkpoint.newest import stop_message
 from onecurve.config.resolve import resolve_config, runs_in_single_process
 from onecurve.errors import RankFailedError, UserError
 from onecurve.launch import restarts
@@ -41,7 +40,7 @@ from onecurve.process.started_by import (
     started_rank,
     take_environment,
 )
-from onecurve.records.events import append_event, logged_steps, read_events
+from onecurve.records.events import append_event, logged_steps, read_events, stop_message
 from onecurve.run.result import Result
 
 Job = Callable[[DictConfig], Result]

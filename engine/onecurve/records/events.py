@@ -11,7 +11,7 @@ from typing import Any
 
 from onecurve.errors import RankFailedError, UserError
 from onecurve.process.signals import RESIZE, Stopped
-from onecurve.records.files import METRICS, append_json_line, is_of_test, read_json_lines
+from onecurve.records.files import CHECKPOINTS, METRICS, append_json_line, is_of_test, read_json_lines
 
 _log = logging.getLogger(__name__)
 _FILE = "events.jsonl"
@@ -101,3 +101,11 @@ def logged_steps(run_dir: str | Path) -> int | None:
     rows = [row for row in csv.DictReader(lines) if row["step"]]
     rows = [row for row in rows if any(row[key] for key in row if key not in ("step", "epoch") and not is_of_test(key))]
     return int(rows[-1]["step"]) + 1 if rows else None
+
+
+def stop_message(number: int, run_dir: str | Path, place: str = "") -> str:
+    """Return the line that says by which signal, and where, a run has stopped, and how to continue it."""
+    stopped = f"stopped by {Signals(number).name}{place}"
+    if any((Path(run_dir) / CHECKPOINTS).glob("*.ckpt")):
+        return f"{stopped}; ckpt_path={run_dir} goes on from its last save"
+    return f"{stopped}; {run_dir} has no checkpoint yet"

@@ -86,7 +86,8 @@ class StepInParts(Optimization):
                     if index == 0:
                         if backward:
                             self.reset_gradients(step, optimizer)
-                        passes.keep_gradients()
+                        if data.bit_exact:
+                            passes.keep_gradients()
                     if backward and output.closure_loss is not None:
                         with results.divert(log):
                             backward(output.closure_loss * weight / divisor)
@@ -157,7 +158,10 @@ def _gradients_replaced(others: dict[nn.Parameter, Tensor | None]) -> Iterator[N
 
 
 class _MicroBatchPasses:
-    """Adds the gradients of micro-batches in place; the strategy averages them over the ranks in the last pass."""
+    """Adds the gradients of micro-batches in place, also to those that the module has not reset.
+
+    The strategy averages them over the ranks in the last pass.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -180,9 +184,6 @@ class _MicroBatchPasses:
             self.trainer.random_numbers.begin_micro_batch(self.trainer)
             yield
             sample_random.check()
-
-    def keep_gradients(self) -> None:
-        """Leave gradients that the module does not reset where they are: those of the passes are added to them."""
 
     def finish(self, rows: Tensor) -> Tensor:
         """Return the rows of the table of logged values."""

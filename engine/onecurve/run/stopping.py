@@ -9,14 +9,13 @@ from typing import Any, TextIO
 
 import lightning as L
 
-from onecurve.checkpoint.newest import stop_message
 from onecurve.errors import UserError
 from onecurve.observe.steps import trained_steps
 from onecurve.process import signals
 from onecurve.process.consensus import RankConsensus
 from onecurve.process.groups import set_timeouts_after
 from onecurve.process.log import log_file, report_error
-from onecurve.records.events import append_event, end_of
+from onecurve.records.events import append_event, end_of, stop_message
 from onecurve.records.files import CHECKPOINTS, LAST
 from onecurve.run.saving import LastCheckpoint
 

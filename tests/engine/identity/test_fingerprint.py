@@ -144,6 +144,7 @@ def test_ranks_count_where_each_computes_its_own(
         ([(object(), 7, None)], "7", []),
         ([(TensorDataset(torch.ones(2, 3), torch.tensor([3, 4])), 2, None)], "2", [np.array([3, 4])]),
         ([(TensorDataset(torch.ones(2, 3, dtype=torch.bfloat16)), 2, None)], "2", []),
+        ([(TensorDataset(torch.eye(2, dtype=torch.int64).to_sparse()), 2, None)], "2", []),
         ([(ConcatDataset([TensorDataset(torch.tensor([n])) for n in (1, 2)]), 2, None)], "2", [np.array([1, 2])]),
         ([(object(), None, "abc")], "a stream of", ["abc"]),
         ([(object(), 0, "abc")], "0", ["abc"]),
