@@ -25,7 +25,7 @@ def main() -> int:
     """Do what the command line asks for; return the exit code of the process.
 
     A run that fails raises SystemExit, and so does one that stops after a signal (`signals.Stopped`).
-    Heavy imports are late: the workers of a run import this file too, and `--help` should not take seconds.
+    Heavy imports are late, because `--help` should not take seconds.
     """
     load_dotenv(PROJECT / ".env")
     forget_other_ranks()

@@ -16,7 +16,7 @@ BY_WEIGHT, STATES, UNION = "by weight", "states", "union"
 # reads only how it is merged; tests/engine/checkpoint/test_format.py compares the keys with saved checkpoints.
 CHECKPOINT_KEYS: dict[str, dict[str, str | tuple[str, str]]] = {
     "Lightning": {
-        "epoch": "epochs that have begun; `position` counts",
+        "epoch": "number of the epoch, from zero, also at its end; what counts on resuming is `position`",
         "global_step": "optimizer steps, of all optimizers",
         "pytorch-lightning_version": "version of Lightning",
         "state_dict": ("weights and buffers of the module; the average of callbacks=ema, if there is one", BY_WEIGHT),

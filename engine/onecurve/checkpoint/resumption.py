@@ -195,8 +195,8 @@ def _rewind(loops: dict[str, Any], epoch: int, step: int, total: int) -> None:
     """Set the saved counters of the fit loop, in place, to the state before a step of an epoch, `total` in the run.
 
     An epoch that is ready but not started is the only state from which Lightning calls `on_train_epoch_start`, keeps
-    the count of batches and does not repeat a validation. `total.completed`, which nothing else reads, lags by two so
-    that none of Lightning's special cases for a restart inside a hook applies. All numbers count from zero.
+    the count of batches and does not repeat a validation. `total.completed`, which nothing else reads, lags by two:
+    equal to the others, or one less, Lightning would take it for a restart inside a hook. All numbers count from zero.
     """
     loops["epoch_progress"] = _progress(epoch, ready=epoch + 1)
     loops["epoch_loop.batch_progress"] = {

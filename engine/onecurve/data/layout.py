@@ -123,7 +123,7 @@ class BatchLayout:
 
     @property
     def samples_per_batch(self) -> int:
-        """Number of samples of a batch of this rank, which contains `num_microbatches` micro-batches."""
+        """Number of samples of one of the `accumulate` parts of this rank, of `num_microbatches` micro-batches each."""
         return len(self._slots) * self.parallel.num_microbatches
 
     @property

@@ -237,7 +237,7 @@ class _MapSource:
         return examples(self.loader, spans, self.seed)
 
     def _batches(self, steps: int, epoch: int) -> Tensor | list[Tensor]:
-        """Return the batches of an epoch: as many of each cycle through the loader, of which each has a seed."""
+        """Return the batches of an epoch; a loader that has fewer begins again, each time in another order."""
         cycles, count = list[Any](), min(steps, self.steps) * self.per_step
         for cycle in range(-(-steps // self.steps)):
             order = order_of(self.loader, int(hash_ints(self.seed, cycle)) if cycle else self.seed, epoch)

@@ -1,6 +1,6 @@
 """The loader of a rank: its part of each batch of a torch DataLoader, which is taken apart.
 
-The samples are fetched with the generators seeded for each, collated, and counted in what that makes.
+The samples are fetched with the generators seeded for each, and collated; a batch of another number is refused.
 """
 
 import logging

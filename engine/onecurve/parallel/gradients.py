@@ -1,4 +1,7 @@
-"""Averaging and clipping of gradients over a process group, for strategies whose wrapper does not: DDP and FSDP do."""
+"""Averaging of gradients over the replicas of a pipeline; clipping of a pipeline, and with `bit_exact` everywhere.
+
+Otherwise DDP and FSDP do both by themselves.
+"""
 
 from collections.abc import Iterable
 

@@ -20,7 +20,7 @@ __all__ = ["CheckpointConnector", "Closure", "ClosureResult", "LoggerConnector",
 
 
 def steps_of_loggers(trainer: L.Trainer) -> int:
-    """Return the number of optimizer steps at which loggers log, which `global_step` counts for each optimizer."""
+    """Return the number of optimizer steps at which loggers log, while `global_step` adds those of all optimizers."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
@@ -71,7 +71,7 @@ class Optimization(_AutomaticOptimization):
     forward_pass = _AutomaticOptimization._training_step
     backward_pass = _AutomaticOptimization._make_backward_fn
     reset_gradients = _AutomaticOptimization._optimizer_zero_grad
-    call_before_reset = _AutomaticOptimization._on_before_zero_grad
+    call_on_before_zero_grad = _AutomaticOptimization._on_before_zero_grad
 
 
 class ResultMetric(_ResultMetric):

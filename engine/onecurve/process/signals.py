@@ -30,7 +30,7 @@ _received: list[tuple[int, float]] = []  # signal number and time
 
 
 class Stopped(SystemExit):
-    """The end of a run that has saved after a signal; the exit code is the conventional one, 128 + the number."""
+    """The end of a run after a signal, before which it has saved if it could; the exit code is 128 + the number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)

@@ -1,14 +1,14 @@
 """Random functions of a step, such as `F.dropout`, with the same numbers on any hardware; all others are refused.
 
 torch's generators do not know samples: the numbers of a sample would depend on its rank and its micro-batch. In a run,
-the functions of `_FUNCTIONS` therefore take the masks of `onecurve/random/dropout.py`, for each row of a tensor
-that has a row for each sample. Whatever else draws from torch's generators is refused where ranks or micro-batches hold
-parts of the global batch; on one process it draws as in torch.
+the functions of `_FUNCTIONS` therefore take the masks of `onecurve/random/dropout.py`, or the numbers of
+`onecurve/random/hashing.py`, for each row of a tensor that has a row for each sample. Whatever else draws from torch's
+generators is refused where ranks or micro-batches hold parts of the global batch; on one process it draws as in torch.
 
-A call takes its number from the seed of torch's CPU generator, and leaves the generator with the next seed. Dropout
-layers count their own calls by `dropout.CALL`, since a compiled network has them, too, and counts none.
-torch.utils.checkpoint restores it when it computes a block again; and a generator whose state is not that of its seed
-has been used by something else.
+A call takes its number from the seed of torch's CPU generator, and leaves the generator with the next seed, which
+torch.utils.checkpoint restores when it computes a block again. A generator whose state is not that of its seed has been
+used by something else. Dropout layers count their own calls by `dropout.CALL`, since a compiled network has them, too,
+and counts none.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Equal bits on any hardware beside the step of virtual ranks one by one: threads, clipping, evaluation."""
+"""Equal bits on any hardware beside the passes of `parallel/virtual_ranks.py`: threads, clipping and evaluation."""
 
 import os
 import warnings
@@ -34,7 +34,7 @@ def num_threads() -> int:
 
 
 class BitExactness(L.Callback):
-    """Evaluates virtual ranks one by one, clips by a norm that no division of tensors changes, and sets the threads.
+    """Numbers the batches of evaluations by virtual rank, clips by a norm that no sharding changes, sets the threads.
 
     Make it before the module, whose initial weights may depend on the number of threads.
     """

@@ -1,4 +1,4 @@
-"""The checkpoint that `ckpt_path` of a script names, and the run that a fit without one must not overwrite."""
+"""The checkpoint that `ckpt_path` of a stage names, and the run that a fit of a script must not overwrite."""
 
 import logging
 from pathlib import Path

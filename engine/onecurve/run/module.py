@@ -14,7 +14,7 @@ class Module(L.LightningModule):
     """A LightningModule whose steps take a `Batch`, and whose training metrics are means over the global batch.
 
     Attributes:
-        takes_batch: the data module then passes on a `Batch`; any other module gets (image, target).
+        takes_batch: the steps then get a `Batch`; those of any other module get what its loader yields.
     """
 
     takes_batch = True

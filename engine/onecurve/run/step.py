@@ -99,7 +99,7 @@ class StepInParts(Optimization):
             self._check_names(table)
         if backward:  # not within the first pass: the others would see what the hook changes, such as an average
             with _gradients_replaced(kept):
-                self.call_before_reset(optimizer)
+                self.call_on_before_zero_grad(optimizer)
         loss = self._end_step(log, table, optimizer, weight)
         return ClosureResult(loss, extra=outputs[0] if data.bit_exact else join(outputs, data.parts))
 

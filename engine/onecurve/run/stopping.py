@@ -33,7 +33,7 @@ class PreemptionHandler(L.Callback):
     A signal during the validation of a fit takes effect after it.
 
     Raises:
-        Stopped: on all ranks at the same step, after `last.ckpt` is written.
+        Stopped: on all ranks at the same step; in training after `last.ckpt` is written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -80,7 +80,7 @@ class PreemptionHandler(L.Callback):
             if not is_resize:  # of which the launcher prints a line
                 place = f" at step {trained_steps(trainer)}" if should_save else ""
                 _log.info(stop_message(signal_number, self.folder, place))
-            if should_save:  # the end of an evaluation is recorded by whoever has recorded its start
+            if should_save:  # `failure_recorded` records the end of an evaluation
                 event, reason = end_of(stopped)
                 append_event(self.folder, event, trained_steps(trainer), reason)
         raise stopped

@@ -229,7 +229,7 @@ class Trainer(L.Trainer):
     ) -> None:
         """Fit the module, from the beginning or from a checkpoint.
 
-        `ckpt_path` is a file, a run folder, or `last`: the last checkpoint in the folder of this run, if there is one.
+        `ckpt_path` is a file, a run folder, `best`, or `last`: the last one in the folder of this run, if there is one.
 
         Raises:
             UserError: if the folder holds a run, which this one does not continue.

@@ -39,7 +39,7 @@ class PreparingConnector(CheckpointConnector):
     """Prepares layers that a module makes in `setup` or `configure_model`, as `Trainer.prepare_module` the others.
 
     No hook of Lightning comes between these and the strategy, which wraps the module. It calls `resume_start` in each
-    stage, without a checkpoint too (trainer/trainer.py, line 1041).
+    stage, without a checkpoint too (trainer/trainer.py, line 1046). Ranks that have found different ones are refused.
     """
 
     def resume_start(self, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
