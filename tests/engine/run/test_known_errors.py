@@ -37,6 +37,20 @@ def test_a_continued_run_of_another_network(folder: Path) -> None:
         fit(2)
 
 
+def test_a_continued_run_without_compilation(folder: Path) -> None:
+    def fit(max_epochs: int, is_compiled: bool) -> None:
+        options: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "default_root_dir": folder}
+        trainer = onecurve.Trainer(**options, max_epochs=max_epochs, seed=0)
+        module = BoringModel()
+        if is_compiled:
+            module.layer = torch.compile(module.layer, backend="eager")  # type: ignore[assignment]
+        trainer.fit(module, DataLoader(RandomDataset(32, 16), batch_size=8), ckpt_path="last")
+
+    fit(1, is_compiled=True)
+    with pytest.raises(UserError, match=r"torch.compile wraps.*`self.net.compile\(\)`"):
+        fit(2, is_compiled=False)
+
+
 class Split(BoringModel):
     """Calls layers of its network in a step, and the network in an evaluation."""
 
