@@ -22,7 +22,7 @@ from torch.distributed.pipelining._utils import InferenceMode, _StageMeta, extra
 
 REHEARSAL = "engine/onecurve/parallel/pipeline/rehearsal.py"
 SIGNATURES: list[tuple[Callable[..., Any], list[str], str]] = [
-    (_TrainingEpochLoop._broadcast_sigterm_tensor, ["self"], "engine/onecurve/run/training_loop.py"),
+    (_TrainingEpochLoop._broadcast_sigterm_tensor, ["self"], "engine/onecurve/run/loop_changes.py"),
     (FSDPParamGroup.pre_forward, ["self", "module", "args", "kwargs"], "engine/onecurve/parallel/sharded_state.py"),
     (FSDPParamGroup.pre_backward, ["self", "default_prefetch", "unused"], "engine/onecurve/parallel/sharded_state.py"),
     (FSDPParamGroup.post_backward, ["self", "unused"], "engine/onecurve/parallel/sharded_state.py"),
@@ -128,7 +128,7 @@ def test_stage_with_given_shapes_infers_none() -> None:
 
 
 def test_lightning_installs_signal_handlers_unless_disabled() -> None:
-    """If not, engine/onecurve/run/training_loop.py need not disable them. Lightning's handler runs a collective."""
+    """If not, engine/onecurve/run/loop_changes.py need not disable them. Lightning's handler runs a collective."""
     handlers = []
 
     class Look(L.Callback):
@@ -160,7 +160,7 @@ def test_elastic_handles_only_listed_signals(listed: str, monkeypatch: pytest.Mo
 
 
 def test_lightning_still_counts_samples_as_integers() -> None:
-    """If not, engine/onecurve/run/training_loop.py need not make them floats, of which a mean over ranks is exact."""
+    """If not, engine/onecurve/run/loop_changes.py need not make them floats, of which a mean over ranks is exact."""
     results = _ResultCollection(training=False)
     results.log("validation_step", "loss", torch.ones(()), on_step=False, on_epoch=True, batch_size=3)
     assert results["validation_step.loss"].cumulated_batch_size.dtype == torch.int64

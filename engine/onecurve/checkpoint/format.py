@@ -43,7 +43,7 @@ CHECKPOINT_KEYS: dict[str, dict[str, str | tuple[str, str]]] = {
         "has_begun_epoch": "whether the hooks of the start of the epoch have run, perhaps without a step yet",
         "requires_grad": ("weights that were frozen or unfrozen during training", UNION),
     },
-    "run/training_loop.py": {"plateau_is_behind": "whether ReduceLROnPlateau has not had its step of the ended epoch"},
+    "run/loop_changes.py": {"plateau_is_behind": "whether ReduceLROnPlateau has not had its step of the ended epoch"},
     "run/attributes.py": {"attributes": ("numbers and tensors of modules and callbacks that training changed", UNION)},
     "run/metric_states.py": {"metric_states": "what metrics have accumulated"},
     "run/ema.py": {"training_state_dict": ("weights in training, where `state_dict` is their average", BY_WEIGHT)},

@@ -1,4 +1,4 @@
-"""The end of a run: the error that is shown when ranks fail, the record of it, and the page of the run.
+"""What a run that has ended leaves: the error that is shown if ranks failed, the record of it, and the page.
 
 A rank that loses another one fails as well. It therefore waits for some seconds before it exits: the launcher first
 sees the exit of a rank that died without a report, and ends the others.

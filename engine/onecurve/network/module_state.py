@@ -1,4 +1,4 @@
-"""Attributes and hooks of modules; computing in another mode, and without logs."""
+"""What a module has in memory, its attributes and hooks; computing in another mode, and without logs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

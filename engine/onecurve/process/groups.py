@@ -1,4 +1,4 @@
-"""The process groups of a rank: their timeouts and their end."""
+"""The process groups of a rank, which Lightning opens: their timeouts and their end."""
 
 import time
 from collections.abc import Iterator

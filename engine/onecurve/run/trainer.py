@@ -49,13 +49,13 @@ from onecurve.run.ckpt_path import check_overwrites_nothing, find_checkpoint, mo
 from onecurve.run.known_errors import translated_errors
 from onecurve.run.late_saves import LateSaves
 from onecurve.run.logged_values import LoggedValues, LogPointConnector
+from onecurve.run.loop_changes import LoopChanges, PreparingConnector
 from onecurve.run.metric_states import MetricStates, MetricSync, VirtualMetrics
 from onecurve.run.recorder import RunRecorder
 from onecurve.run.saving import LastCheckpoint
 from onecurve.run.script import describe_script, stage_of_script
 from onecurve.run.step import StepInParts
 from onecurve.run.stopping import PreemptionHandler, Watchdog
-from onecurve.run.training_loop import LoopChanges, PreparingConnector
 
 _log = logging.getLogger(__name__)
 _USERS_SEED = "PL_GLOBAL_SEED"  # the variable in which `lightning.seed_everything` keeps its seed

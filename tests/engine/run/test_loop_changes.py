@@ -1,4 +1,4 @@
-"""engine/onecurve/run/training_loop.py leaves signals to the project's own handler."""
+"""engine/onecurve/run/loop_changes.py leaves signals to the project's own handler."""
 
 from collections import Counter
 from pathlib import Path
