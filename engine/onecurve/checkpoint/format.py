@@ -22,7 +22,7 @@ CHECKPOINT_KEYS: dict[str, dict[str, str | tuple[str, str]]] = {
         "state_dict": ("weights and buffers of the module; the average of callbacks=ema, if there is one", BY_WEIGHT),
         "loops": "counters of Lightning's loops, which `position` replaces on resuming",
         "callbacks": "states of the callbacks",
-        "optimizer_states": ("states by the name of the parameter; a list, one for each optimizer", STATES),
+        "optimizer_states": ("states of torch, whose groups have `param_names`; a list, one of each optimizer", STATES),
         "lr_schedulers": "states of the schedulers",
         "hyper_parameters": "of a module that has `save_hyperparameters`",
         "hparams_name": "name of its argument that takes them",

@@ -40,7 +40,7 @@ class ExactResumption(L.Callback):
             self._steps = self._epoch_steps = 0  # trained in the run, and in this epoch
             self._requires_grad: dict[str, bool] = {}  # by name; first that of a checkpoint, then as training begins
             self._early_stop: str | None = None  # why a callback has ended the run
-            self._has_trained = self._is_last_step = False
+            self._has_trained = self._is_last_of_epoch = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Prepare the optimizers, which Lightning restores after this hook."""
@@ -79,7 +79,7 @@ class ExactResumption(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         set_steps_of_loggers(trainer, self._steps)  # -1 after Lightning's LearningRateFinder
         # Not before this hook: Lightning says so while the batch is moved to the device, which may fail.
-        self._is_last_step = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        self._is_last_of_epoch = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
 
     on_train_epoch_start = on_train_batch_start  # for what LearningRateMonitor logs there in a resumed run
 
@@ -114,7 +114,7 @@ class ExactResumption(L.Callback):
         if is_in_epoch:
             epoch_steps = batches.current.processed
             steps += epoch_steps - self._epoch_steps
-        has_ended = self._is_last_step and batches.current.processed == batches.current.ready
+        has_ended = self._is_last_of_epoch and batches.current.processed == batches.current.ready
         if has_ended and epoch_steps > 0:
             epoch, epoch_steps = epoch + 1, 0
         streams = self._data.states_after(epoch_steps)

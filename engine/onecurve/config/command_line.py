@@ -1,7 +1,7 @@
 """Complete the command line of a Hydra application, and explain Hydra's errors in one line with a solution.
 
-The short forms on the command line are `ckpt_path=best`, and `ckpt_path=RUN_DIR` and `sweep=FOLDER`, which restore
-saved overrides.
+The short forms on the command line are `best`, `last` and `RUN_DIR/best` for `ckpt_path=` and `init_from=`; and
+`ckpt_path=RUN_DIR` and `sweep=FOLDER`, which restore saved overrides.
 """
 
 import logging
@@ -33,8 +33,8 @@ _SWEEP = "multirun.yaml"  # the configuration of a sweep, which Hydra saves in t
 def complete_overrides(words: Sequence[str]) -> list[str]:
     """Return the overrides that Hydra gets for those that the user has typed; flags stay as they are.
 
-    The saved overrides of the run in `ckpt_path=`, or of the sweep in `sweep=`, come in its place. An option on the
-    command line replaces its saved override; a choice of a group (`model=...`) replaces all of that group.
+    The saved overrides of the run in `ckpt_path=` come before it, those of the sweep in `sweep=` in its place. An
+    option on the command line replaces its saved override; a choice of a group (`model=...`) all of that group.
     """
     for word in words:
         group, _, choice = word.partition("=")

@@ -23,8 +23,9 @@ class Batch(NamedTuple):
         target: (n,) class indices or, where images are mixed, (n, classes) class probabilities; or any other targets.
         sample_index: (n,) indices that identify the samples, such as those into the dataset before its division into
             splits; -1 for padding.
-        weight: (n,) weights of the samples in the loss, which is a weighted sum. On the device they are 1/n in
-            training, so that the sum is the mean; in evaluation they are 1, and 0 for padding.
+        weight: (n,) weights of the samples in the loss, which is a weighted sum. On the device they are w/n in
+            training, where w is the `weight` of the part, so that the mean of the sums over the ranks is that of the
+            samples; in evaluation they are 1, and 0 for padding.
     """
 
     image: Tensor

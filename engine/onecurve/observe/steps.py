@@ -3,7 +3,7 @@
 There are several counts of steps: `trained_steps` here is that of the run; `trainer.global_step` counts the steps of
 all optimizers together; `steps_of_loggers` of `patches/lightning_loops.py` is the step at which Lightning logs, also a
 test; and `logged_steps` of `records/events.py` is read from metrics.csv, without a trainer. A row of metrics.csv has
-the number of its step counted from zero; that of a test has the number of all steps.
+the number of its step counted from zero; that of an evaluation after training has the number of all steps.
 """
 
 import lightning as L

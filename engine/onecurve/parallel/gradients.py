@@ -1,6 +1,6 @@
-"""Averaging of gradients over the replicas of a pipeline; clipping of a pipeline, and with `bit_exact` everywhere.
+"""Averaging of gradients over the replicas of a pipeline; clipping of a pipeline, and of any strategy with `bit_exact`.
 
-Otherwise DDP and FSDP do both by themselves.
+Otherwise DDP and FSDP average by themselves, and Lightning clips.
 """
 
 from collections.abc import Iterable

@@ -44,7 +44,9 @@ class TreeSum:
 @timed_communication()
 @torch.no_grad()
 def sum_over_ranks(own: TreeSum, virtual_ranks: Sequence[Iterable[int]], group: Any) -> list[Tensor]:
-    """Return the sums over all virtual ranks, on every rank; it moves as many bytes as an all-reduce.
+    """Return the sums over all virtual ranks, on every rank.
+
+    It moves as many bytes as an all-reduce, if the virtual ranks of a rank are one node of the tree.
 
     Each rank gets a slice of the nodes of all ranks, adds it, and sends the sum to the others. The tensors of the
     `own` nodes get the sums. `virtual_ranks` are those of each rank of the process group.

@@ -97,7 +97,7 @@ def logged_steps(run_dir: str | Path) -> int | None:
     """Return the number of optimizer steps up to the last complete row of metrics.csv, or None."""
     file = Path(run_dir) / METRICS
     lines = file.read_text().split("\n")[:-1] if file.exists() else []  # without one that a kill has cut
-    # A test's row counts all steps, as no other does. Other rows are known by any value, as plain modules name theirs.
+    # A test's row counts all steps. Other rows are known by any value, as plain modules name theirs.
     rows = [row for row in csv.DictReader(lines) if row["step"]]
     rows = [row for row in rows if any(row[key] for key in row if key not in ("step", "epoch") and not is_of_test(key))]
     return int(rows[-1]["step"]) + 1 if rows else None

@@ -84,8 +84,9 @@ class LoopChanges(L.Callback):
         checkpoint["plateau_is_behind"] = trainer.current_epoch < epoch or epoch in self._missed
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        first = checkpoint["position"]["epoch"]
-        self._missed = {first, first + 1} if checkpoint.get("plateau_is_behind") else {first + 1}
+        if trainer.training:  # an evaluation may have a file of plain Lightning, without a position
+            first = checkpoint["position"]["epoch"]
+            self._missed = {first, first + 1} if checkpoint.get("plateau_is_behind") else {first + 1}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         trainer.last_step = trainer.datamodule.last_step  # `is_log_point` reads it

@@ -40,8 +40,9 @@ class RunRecorder(L.Callback):
 
     Args:
         config: the resolved configuration; None if the trainer sets it later.
-        loggers: the configured loggers. Callbacks find W&B as `trainer.logger`, the first one. They start after every
-            check that may refuse to resume the run; the Trainer itself would start them before.
+        loggers: the configured loggers. Callbacks find W&B as `trainer.logger`, the first one. They start in
+            `on_fit_start`, after the checks of the constructor, of `setup` and of the checkpoint's experiment; the
+            Trainer itself would start them before.
     """
 
     def __init__(self, config: DictConfig | None, loggers: Iterable[Logger] = ()) -> None:

@@ -4,8 +4,8 @@ A batch of Lightning is an optimizer step, on any hardware: hooks, `batch_idx`, 
 The loader yields the parts of a step (`RankLoader` of `onecurve/data/rank_loader.py`), and the closure that Lightning
 gives to the optimizer computes them one after the other; `onecurve.Trainer` puts `StepInParts` into Lightning's loops.
 The parts are micro-batches, whose gradients add up in place; or the virtual ranks of this process
-(`onecurve/parallel/virtual_ranks.py`). The mean loss of a rank that has more or fewer samples than others is weighted
-by them, so that the mean over the ranks is that of the samples.
+(`onecurve/parallel/virtual_ranks.py`). The mean loss of a rank with more or fewer samples than the
+mean of the ranks is weighted by them, so that the mean over the ranks is that of the samples.
 
 In a part its context begins, then come the forward pass, in the first part the reset of the gradients, and the backward
 pass. After the parts `on_before_zero_grad` is called, and what the passes have logged is logged once.
@@ -160,7 +160,7 @@ def _gradients_replaced(others: dict[nn.Parameter, Tensor | None]) -> Iterator[N
 class _MicroBatchPasses:
     """Adds the gradients of micro-batches in place, also to those that the module has not reset.
 
-    The strategy averages them over the ranks in the last pass.
+    DDP averages them over the ranks in the last pass, FSDP and pipelines in each.
     """
 
     def __init__(self, trainer: Any) -> None:

@@ -80,7 +80,7 @@ class Trainer(L.Trainer):
     that hung go to `default_root_dir`.
 
     Args:
-        strategy: `auto`, `ddp`, `ddp_spawn`, `fsdp`, `pipeline`, or a strategy of onecurve or Lightning.
+        strategy: `auto`, `ddp`, `ddp_spawn`, `dp`, `fsdp`, `pipeline`, or a strategy of onecurve or Lightning.
         seed: determines initial weights, the order of the samples, and random numbers; None for that of
             `lightning.seed_everything`, if it was called before, or 0.
         virtual_ranks: the run is that of so many ranks, whatever the hardware that executes them; batch normalization

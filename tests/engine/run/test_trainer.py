@@ -1555,6 +1555,21 @@ def test_an_empty_loader_counts_as_in_lightning(bit_exact: bool, pool: Pool, fol
     assert pool.run(2, evaluate_several_on_ranks, folder, bit_exact) == [plain] * 2
 
 
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_evaluates_a_checkpoint_of_plain_lightning(stage: str, folder: Path) -> None:
+    options: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "max_steps": 1}
+    plain, module = L.Trainer(**options, logger=False, default_root_dir=folder), BoringModel()
+    data = DataLoader(RandomDataset(32, 8), batch_size=4)
+    plain.fit(module, data)
+    plain.save_checkpoint(folder / "plain.ckpt")
+    expected = getattr(plain, stage)(module, data)
+    own = onecurve.Trainer(**options, default_root_dir=folder / "own")
+    found = getattr(own, stage)(BoringModel(), data, ckpt_path=folder / "plain.ckpt")
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(UserError, match=r"plain.ckpt has no position in the data, .* starts a new run"):
+        onecurve.Trainer(**options, default_root_dir=folder / "fit").fit(module, data, ckpt_path=folder / "plain.ckpt")
+
+
 def test_the_seed_is_that_of_seed_everything(folder: Path) -> None:
     L.seed_everything(7, verbose=False)
     assert trainer(folder, seed=None).seed == 7
