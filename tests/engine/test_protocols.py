@@ -14,7 +14,7 @@ FILES = [file for file in (ROOT / "engine" / "onecurve").rglob("*.py") if file.n
 # What getattr and hasattr ask of objects that are no user's: of torch, Lightning, Python and this library.
 OTHERS = """
     CSafeLoader __dict__ __file__ __module__ __mro__ __name__ _torchdynamo_orig_callable add_note
-    all_gather_single best_model_path block_backward_sync experiment func generator last_step mallopt
+    all_gather_single best_model_path block_backward_sync config_filename experiment func generator last_step mallopt
     num_replicas origin ps1 run sampler save_weights_only scaler set_timeout shape shutdown_timeout strategy
 """.split()
 

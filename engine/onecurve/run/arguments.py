@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelCheckpoint,
 )
+from lightning.pytorch.plugins import CheckpointIO
 
 from onecurve.errors import UserError
 from onecurve.network.precision import scales_loss
@@ -55,6 +56,10 @@ def check_arguments(seed: Any, virtual_ranks: Any, bit_exact: Any, kwargs: dict[
         if name.startswith("PL_TRAINER_") and value:  # Lightning would take it, past what the run records and divides
             argument = name.removeprefix("PL_TRAINER_").lower()
             raise UserError(f"{name}={value} is no option of a run here: unset it, and give {argument} to the trainer")
+    for plugin in as_list(kwargs.get("plugins")):
+        if isinstance(plugin, CheckpointIO):
+            kind = type(plugin).__name__
+            raise UserError(f"plugins={kind}(): the trainer writes each checkpoint itself, at once: leave it out")
     every = kwargs.get("log_every_n_steps")
     if every is not None and every < 1:
         raise UserError(f"trainer.log_every_n_steps={every} logs nothing and detects no NaN: set at least 1")

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from onecurve.patches.lightning_loops import steps_of_loggers
 from onecurve.process.signals import ended_here
 from onecurve.records.events import append_event, failure_recorded
+from onecurve.records.files import CONFIG
 from onecurve.targets import default_options, plain_config
 
 _log = logging.getLogger(__name__)
@@ -55,6 +56,16 @@ def _warn_of_early_module(trainer: Any) -> None:
             "it, build it after it, or call lightning.seed_everything first, so that each run begins with the same "
             "weights"
         )
+
+
+def rename_config_of_cli(trainer: Any, stage: str) -> None:
+    """Let LightningCLI save its configuration in `cli_fit.yaml`, for instance: `config.yaml` is that of the run.
+
+    A continued run replaces it, where Lightning would refuse to start.
+    """
+    for callback in trainer.callbacks:
+        if getattr(callback, "config_filename", None) == CONFIG:  # SaveConfigCallback, whose import takes 0.2 s
+            callback.config_filename, callback.overwrite = f"cli_{stage}.yaml", True
 
 
 def describe_script(

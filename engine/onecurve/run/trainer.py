@@ -53,7 +53,7 @@ from onecurve.run.loop_changes import LoopChanges, PreparingConnector
 from onecurve.run.metric_states import MetricStates, MetricSync, VirtualMetrics
 from onecurve.run.recorder import RunRecorder
 from onecurve.run.saving import LastCheckpoint
-from onecurve.run.script import describe_script, stage_of_script
+from onecurve.run.script import describe_script, rename_config_of_cli, stage_of_script
 from onecurve.run.step import StepInParts
 from onecurve.run.stopping import PreemptionHandler, Watchdog
 
@@ -369,6 +369,7 @@ class Trainer(L.Trainer):
         data = self.ordered_data(plain)
         self.prepare_module(module)
         if self._is_script:
+            rename_config_of_cli(self, stage)
             self._recorder.config = describe_script(self, module, data.plain, stage, ckpt_path)
         return data
 

@@ -39,6 +39,7 @@ from lightning.pytorch.demos.boring_classes import (
     RandomIterableDataset,
 )
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
 from omegaconf import OmegaConf
@@ -107,6 +108,40 @@ def run_demo(file: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> 
     command = [sys.executable, *launcher, str(file), *map(str, arguments)]
     done = subprocess.run(command, cwd=file.parent, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+CLI = """
+import onecurve
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, RandomDataset
+from torch.utils.data import DataLoader
+
+class Data(BoringDataModule):
+    def train_dataloader(self):
+        return DataLoader(RandomDataset(32, 32), batch_size=8, shuffle=True)
+
+if __name__ == "__main__":
+    LightningCLI(BoringModel, Data, trainer_class=onecurve.Trainer, seed_everything_default=0)
+"""
+
+
+def test_lightning_cli(tmp_path: Path) -> None:
+    file = tmp_path / "cli.py"
+    file.write_text(CLI)
+    options = ["--trainer.accelerator=cpu", "--trainer.default_root_dir=run", "--optimizer=Adam"]
+    run_demo(file, "fit", *options, "--trainer.max_epochs=1", "--trainer.devices=1")
+    ranks = ["--trainer.strategy=ddp", "--trainer.devices=2"]
+    run_demo(file, "fit", *options, *ranks, "--trainer.max_epochs=2", "--ckpt_path=last")
+    run_demo(file, "test", *options[:2], "--trainer.devices=1", "--ckpt_path=last")
+    found = {name: OmegaConf.load(tmp_path / "run" / f"{name}.yaml") for name in ("cli_fit", "cli_test", "config")}
+    assert found["cli_fit"].trainer.max_epochs == found["config"].trainer.max_epochs == 2
+    assert found["cli_fit"].optimizer.class_path == "torch.optim.Adam"
+    assert [one["event"] for one in read_events(tmp_path / "run")] == ["start", "finished", "resume", "finished"]
+
+
+def test_another_writer_of_checkpoints_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"^plugins=AsyncCheckpointIO\(\): the trainer writes each checkpoint itself"):
+        trainer(folder, plugins=[AsyncCheckpointIO()])
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
