@@ -33,7 +33,11 @@ class ExactResumption(L.Callback):
       next check, and restores the patience as well.
     """
 
+    _has_trained = False
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        for one in _savers_of_errors(trainer):
+            vars(one).pop("on_exception", None)
         if stage == "fit":
             self._data: Any = trainer.datamodule  # a test may have other data, and the script saves after it
             self._epoch = trainer.fit_loop.epoch_progress.current.processed  # that of the next step
@@ -41,6 +45,11 @@ class ExactResumption(L.Callback):
             self._requires_grad: dict[str, bool] = {}  # by name; first that of a checkpoint, then as training begins
             self._early_stop: str | None = None  # why a callback has ended the run
             self._has_trained = self._is_last_of_epoch = False
+
+    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
+        """Save nothing of a fit that has not begun: it has no position yet, and an earlier fit may have left a file."""
+        for one in _savers_of_errors(trainer) if not self._has_trained else ():
+            vars(one)["on_exception"] = None  # Lightning calls no hook that is not callable
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Prepare the optimizers, which Lightning restores after this hook."""
@@ -162,6 +171,10 @@ class ExactResumption(L.Callback):
         _rewind(loops, self._epoch, self._epoch_steps, total=self._steps)
         # Lightning counts the last step itself.
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = self._steps - 1
+
+
+def _savers_of_errors(trainer: Any) -> list[L.Callback]:
+    return [one for one in trainer.callbacks if isinstance(one, callbacks.OnExceptionCheckpoint)]
 
 
 def _may_be_followed(trainer: L.Trainer) -> bool:

@@ -63,7 +63,13 @@ class LateSaves(L.Callback):
         for attributes, hook in vars(self).pop("_replaced", []):
             attributes.pop(hook, None)
 
-    on_train_end = on_exception = teardown
+    on_exception = teardown
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let `save_last` save what trains on, before a callback such as WeightAveraging sets the averaged weights."""
+        for saver in self._savers:
+            ModelCheckpoint.on_train_end(saver, trainer, pl_module)  # not the hook of a subclass, which comes later
+        self.teardown()
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         """Save again what lacks something that came later in the step before."""

@@ -8,7 +8,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -209,6 +215,45 @@ def test_a_run_that_has_stopped_within_an_epoch_is_evaluated_in_it(folder: Path)
 def test_a_checkpoint_of_an_exception_that_did_not_come(folder: Path) -> None:
     fit(folder, OnExceptionCheckpoint(folder / "none"))
     assert not (folder / "none").exists()
+
+
+class Worsens(Validated):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("x", float(self.global_step))
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_last_checkpoint_after_nothing_better_goes_on(weights_only: bool, folder: Path) -> None:
+    def fit_epochs(name: str, epochs: int) -> dict[str, Tensor]:
+        best = ModelCheckpoint(monitor="x", save_last=True, save_weights_only=weights_only)
+        callbacks: list[L.Callback] = [EMAWeightAveraging(decay=0.9), best]
+        trainer = onecurve.Trainer(
+            accelerator="cpu", devices=1, default_root_dir=folder / name, max_epochs=epochs, callbacks=callbacks
+        )
+        module, loader = Worsens(), DataLoader(RandomDataset(32, 64), batch_size=8)
+        trainer.fit(module, loader, DataLoader(RandomDataset(32, 8), batch_size=8), ckpt_path="last")
+        return module.state_dict()
+
+    whole = fit_epochs("whole", 3)
+    for epochs in (1, 2):
+        fit_epochs("parts", epochs)
+    assert "position" in torch.load(folder / "parts" / "checkpoints" / "last.ckpt")
+    assert all(torch.equal(value, whole[name]) for name, value in fit_epochs("parts", 3).items())
+
+
+class FailsInSanityCheck(Taught):
+    def on_validation_start(self) -> None:
+        raise UserError("no validation")
+
+
+@pytest.mark.parametrize("options", [{"virtual_ranks": 8, "bit_exact": True}, {"num_sanity_val_steps": 1}])
+def test_an_exception_before_training_is_shown_and_saves_nothing(options: dict[str, Any], folder: Path) -> None:
+    loaders = DataLoader(RandomDataset(32, 64), batch_size=4), DataLoader(RandomDataset(32, 8), batch_size=8)
+    saver, module = OnExceptionCheckpoint(folder, "failed"), FailsInSanityCheck()
+    trainer = onecurve.Trainer(accelerator="cpu", devices=1, default_root_dir=folder, callbacks=[saver], **options)
+    with pytest.raises(UserError, match="no validation|must divide"):
+        trainer.fit(module, *loaders)
+    assert not (folder / "failed.ckpt").exists()
 
 
 @pytest.mark.parametrize(
