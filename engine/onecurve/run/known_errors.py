@@ -28,6 +28,9 @@ _KNOWN_ERRORS = {
     ),
     "in-place operations that require placement changes": _CHOOSES_ELEMENTS,
     "aten.nonzero.default": _CHOOSES_ELEMENTS,  # of prune.global_unstructured
+    "Expected more than 1 value per channel when training": (
+        "a batch normalization layer gets one value per channel: set fewer virtual_ranks, or a larger data.batch_size"
+    ),
     "but its data is not allocated yet": (
         "strategy=fsdp: a hook makes a tensor of numbers that are spread over the ranks, as Lightning's `grad_norm` "
         "does: take `.item()` of each, or callbacks=gradients"
@@ -52,7 +55,7 @@ def translated_errors(ckpt_path: str | None) -> Iterator[None]:
     """Return a context in which such an error becomes a UserError; `ckpt_path` is where the run goes on."""
     try:
         yield
-    except (AssertionError, KeyError, MisconfigurationException, RuntimeError) as error:
+    except (AssertionError, KeyError, MisconfigurationException, RuntimeError, ValueError) as error:
         known = [text for words, text in _KNOWN_ERRORS.items() if words in str(error)]
         if ckpt_path and str(error).startswith("Error(s) in loading state_dict"):
             difference = str(error).splitlines()[1].strip()  # the first line names the class alone

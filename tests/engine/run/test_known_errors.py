@@ -126,3 +126,17 @@ def test_layers_of_a_sharded_network_may_be_called_before_it(pool: Pool, folder:
     for weights in pool.run(2, fit_sharded, folder / "two", module):
         for weight, expected in zip(weights, one, strict=True):
             assert torch.allclose(torch.tensor(weight), torch.tensor(expected), atol=1e-6)
+
+
+class Normalizes(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.BatchNorm1d(32), nn.Linear(32, 2))  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("bit_exact", [False, True])
+def test_a_virtual_rank_of_one_value_cannot_be_normalized(bit_exact: bool, folder: Path) -> None:
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "default_root_dir": folder, "virtual_ranks": 8}
+    trainer = onecurve.Trainer(**options, bit_exact=bit_exact, max_epochs=1)
+    with pytest.raises(UserError, match="one value per channel.*: set fewer virtual_ranks, or a larger"):
+        trainer.fit(Normalizes(), DataLoader(RandomDataset(32, 16), batch_size=8))
