@@ -89,7 +89,8 @@ class FSDP(ShardedStateStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        ranks = {"num_replicas": self.world_size, "rank": self.global_rank, "shares": self.shares}
+        processes = self.num_nodes * self.num_processes  # not `world_size`, which is 1 in `configure_optimizers`
+        ranks = {"num_replicas": processes, "rank": self.global_rank, "shares": self.shares}
         return ranks | {"in_turn": True, "model_group": self._shard_group}
 
     def check_world_size(self, world_size: int) -> None:

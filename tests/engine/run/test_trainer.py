@@ -1301,16 +1301,19 @@ class CountsSteps(Boring):
         return optimizer
 
 
-def fit_with_new_loaders(folder: Path) -> float:
+def fit_with_new_loaders(folder: Path, strategy: str) -> float:
     options: Any = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
     module = CountsSteps()
-    trainer(folder, strategy="ddp", devices=2, **options).fit(module, loader())
+    trainer(folder, strategy=strategy, devices=2, **options).fit(module, loader())
     return module.rate
 
 
-def test_ranks_compare_their_samples_while_the_optimizer_is_configured(pool: Pool, folder: Path) -> None:
-    """It sees one process, and loaders that are made anew then have samples that all ranks compare."""
-    assert pool.run(2, fit_with_new_loaders, folder) == [0.1 / (2 * len(loader()))] * 2
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_compare_their_samples_while_the_optimizer_is_configured(
+    strategy: str, pool: Pool, folder: Path
+) -> None:
+    """It sees one process, and loaders that are made anew then have samples that all ranks share and compare."""
+    assert pool.run(2, fit_with_new_loaders, folder, strategy) == [0.1 / (2 * len(loader()))] * 2
 
 
 class CountsRows(Boring):
