@@ -29,8 +29,11 @@ class BegunEpoch(L.Callback):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.training and checkpoint.get("has_begun_epoch"):
             self._must_undo = bool(with_own_hook(trainer, "on_train_epoch_start"))
+            # The row of the first step is logged again, and has the rate of the epoch.
+            has_steps = checkpoint["position"]["epoch_steps"] > 0
+            kinds = (BaseFinetuning, LearningRateMonitor) if has_steps else BaseFinetuning
             for callback in cast(Any, trainer).callbacks:
-                if isinstance(callback, BaseFinetuning | LearningRateMonitor):
+                if isinstance(callback, kinds):
                     _skip_epoch_start(callback)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -455,11 +455,21 @@ def test_an_optimizer_that_wraps_another_goes_on_in_another_order(folder: Path) 
     assert all(torch.equal(weight, two[name]) for name, weight in whole.items())
 
 
-def test_a_resumed_run_logs_the_rate_of_an_epoch_at_its_step(folder: Path) -> None:
+class DiesAtStart(L.Callback):
+    """Saves and raises before the first step of an epoch, as a signal does that came at the end of the one before."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt")
+            raise KeyError("killed")
+
+
+@pytest.mark.parametrize("dies", [Rates(dies_at=4), DiesAtStart()])
+def test_a_resumed_run_logs_the_rate_of_an_epoch_at_its_step(dies: L.Callback, folder: Path) -> None:
     options: dict[str, Any] = {"max_epochs": 3, "log_every_n_steps": 1}
     fit(folder / "whole", Decays(), callbacks=[LearningRateMonitor("epoch")], **options)
     with pytest.raises(KeyError, match="killed"):
-        fit(folder / "two", Decays(), callbacks=[LearningRateMonitor("epoch"), Rates(dies_at=4)], **options)
+        fit(folder / "two", Decays(), callbacks=[LearningRateMonitor("epoch"), dies], **options)
     fit(folder / "two", Decays(), "last", callbacks=[LearningRateMonitor("epoch")], **options)
     rows = [(folder / name / "metrics.csv").read_text().splitlines() for name in ("whole", "two")]
     assert rows[0] == rows[1]
