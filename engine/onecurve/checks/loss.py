@@ -4,7 +4,9 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from fractions import Fraction
 from inspect import signature
+from math import lcm
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -24,7 +26,7 @@ from onecurve.network.module_state import call_step, set_mode, without_log
 from onecurve.network.object_state import are_equal
 from onecurve.network.snapshot import unchanged
 from onecurve.observe.steps import is_checked_step
-from onecurve.patches.torch import is_compiled
+from onecurve.patches.torch import is_compiled, tree_leaves
 from onecurve.process.gather import collectives_replaced
 from onecurve.random.random_functions import sample_random
 from onecurve.random.seeding import seed_generators
@@ -96,6 +98,7 @@ class LossCheck(L.Callback):
         self._steps = self._drawn = 0
         # Halves of n and n + 1 samples have no equal parts of one class; several loaders need equal halves.
         self._odd = 1 if data.has_one_size else 0
+        self._unit = 1 if data.has_one_size else _unit_of(data.given["train"])
         self._warned = set[str]()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
@@ -104,7 +107,7 @@ class LossCheck(L.Callback):
         if not is_checked_step(self._steps):
             return
         data: Any = trainer.datamodule
-        count: int = max(2, int(data.layout.mean_samples_per_batch)) // 2 * 2 + self._odd
+        count = max(1, int(data.layout.mean_samples_per_batch) // 2 // self._unit) * 2 * self._unit + self._odd
         for _draw in range(_DRAWS if self._steps == 1 else 1):
             for step in list(self._checked):
                 self._check(trainer, step, count)
@@ -148,6 +151,12 @@ class LossCheck(L.Callback):
             if not np.isclose(whole[name], sum(half.get(name, 0.0) for half in halves), rtol=1e-3):
                 self._warned.add(name)
                 _log.warning(_NO_WEIGHT, name)
+
+
+def _unit_of(loaders: Any) -> int:
+    """Return the fewest samples of the first of several loaders that have whole samples of the others beside them."""
+    sizes = [loader.batch_size or 1 for loader in tree_leaves(loaders)]
+    return lcm(*(Fraction(size, sizes[0]).denominator for size in sizes))
 
 
 def _refuse_loss(module: L.LightningModule, passes: list[_Pass], count: int) -> None:

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 from torchmetrics import MeanMetric
 
+import onecurve
 from onecurve.checks.loss import LossCheck
 from onecurve.data.layout import DataParallelInfo
 from onecurve.errors import UserError
@@ -526,3 +527,29 @@ def test_manual_optimization_is_named(caplog: pytest.LogCaptureFixture) -> None:
     module.automatic_optimization = False
     LossCheck().on_fit_start(cast(Any, SimpleNamespace(datamodule=data)), module)
     assert "the module optimizes manually; if one does not, each number of processes is another run" in caplog.text
+
+
+class OfTwoLoaders(BoringModel):
+    """Adds the losses of the batches of two loaders."""
+
+    def __init__(self, divides: bool) -> None:
+        super().__init__()
+        self.divides = divides
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        outputs = [self.layer(one) for one in batch.values()]
+        return torch.stack([one.square().mean() if self.divides else one.std() for one in outputs]).sum()
+
+
+@pytest.mark.parametrize("divides", [True, False])
+def test_halves_have_equal_parts_of_each_loader(divides: bool, folder: Path) -> None:
+    """A part of the step has 6 and 3 samples, of which three cannot be halved."""
+    loaders = {name: DataLoader(RandomDataset(32, 4 * size), size) for name, size in {"a": 12, "b": 6}.items()}
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "default_root_dir": folder}
+    trainer = onecurve.Trainer(**options, accumulate_grad_batches=2)
+    if divides:
+        trainer.fit(OfTwoLoaders(divides), loaders)
+        assert trainer.global_step == 4
+        return
+    with pytest.raises(UserError, match="does not divide by samples: the loss of 4 samples"):
+        trainer.fit(OfTwoLoaders(divides), loaders)
