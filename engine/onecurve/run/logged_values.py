@@ -249,8 +249,17 @@ class LogPointConnector(LoggerConnector):
     It weights a mean by the samples of each batch. Lightning takes the size of the first tensor of the batch, which is
     the length of sequences that come time first. It also ends the passes of virtual ranks before the metrics of an
     evaluation are computed, which no hook precedes.
-    (trainer/connectors/logger_connector/logger_connector.py, lines 51 and 197; loops/evaluation_loop.py, line 385)
+    It lets a hook begin its values once in the first step of an epoch, and of a run that goes on. Lightning begins them
+    again if another hook has logged in between, as within the closures of LBFGS or between two optimizers.
+    (trainer/connectors/logger_connector/logger_connector.py, lines 51, 197 and 223; loops/evaluation_loop.py, line 385)
     """
+
+    _begun: frozenset[str] = frozenset()  # the hooks that have begun their values since the start of the batch
+
+    def should_reset_tensors(self, fx: str) -> bool:
+        should_reset = fx not in self._begun and super().should_reset_tensors(fx)
+        self._begun |= {fx} if should_reset else set()
+        return should_reset
 
     @property
     def should_update_logs(self) -> bool:
@@ -259,6 +268,7 @@ class LogPointConnector(LoggerConnector):
 
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
         super().on_batch_start(batch, dataloader_idx)
+        self._begun = frozenset()
         data: Any = self.trainer.datamodule
         sizes = [part.size for part in (data.parts[:1] if data.bit_exact else data.parts)]  # as hooks get the batch
         current_results(self.trainer).batch_size = None if None in sizes else sum(sizes)  # None for Lightning's count

@@ -1,13 +1,17 @@
 """Values that a module logs, where the ranks that share the samples change, or have different values."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
+import onecurve
 from onecurve.errors import UserError
 from onecurve.run import logged_values
 from onecurve.run.logged_values import LoggedValues
@@ -69,3 +73,36 @@ def is_refused(values: list[float]) -> bool:
 def test_processes_refuse_values_that_differ_together(values: list[float], refused: bool, pool: Pool) -> None:
     """A process that went on would wait for the others in its next collective."""
     assert pool.run(2, is_refused, values) == [refused] * 2
+
+
+class LogsBetween(BoringModel):
+    """Counts its passes, and logs in a hook that comes after each of them."""
+
+    def __init__(self, is_manual: bool) -> None:
+        super().__init__()
+        self.automatic_optimization, self.passes = not is_manual, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for _ in range(1 if self.automatic_optimization else 2):
+            self.passes += 1
+            self.log(f"passes_{self.passes % 2}", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+            loss = self.layer(batch).square().mean()
+            if not self.automatic_optimization:
+                self.manual_backward(loss)
+                self.optimizers().step()
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("rate", optimizer.param_groups[0]["lr"])
+
+    def configure_optimizers(self) -> Any:
+        kind = torch.optim.LBFGS if self.automatic_optimization else torch.optim.SGD
+        return kind(self.parameters(), lr=0.01)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_values_of_the_first_step_stay_if_another_hook_logs(is_manual: bool, folder: Path) -> None:
+    trainer = onecurve.Trainer(accelerator="cpu", devices=1, max_epochs=1, default_root_dir=folder)
+    module = LogsBetween(is_manual)
+    trainer.fit(module, DataLoader(RandomDataset(32, 16), batch_size=8))
+    assert sum(trainer.callback_metrics[f"passes_{number}"].item() for number in range(2)) == module.passes
