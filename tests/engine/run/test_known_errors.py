@@ -138,5 +138,5 @@ class Normalizes(BoringModel):
 def test_a_virtual_rank_of_one_value_cannot_be_normalized(bit_exact: bool, folder: Path) -> None:
     options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "default_root_dir": folder, "virtual_ranks": 8}
     trainer = onecurve.Trainer(**options, bit_exact=bit_exact, max_epochs=1)
-    with pytest.raises(UserError, match="one value per channel.*: set fewer virtual_ranks, or a larger"):
+    with pytest.raises(UserError, match=r"one value per channel.*: set fewer virtual_ranks, or a larger"):
         trainer.fit(Normalizes(), DataLoader(RandomDataset(32, 16), batch_size=8))

@@ -251,7 +251,7 @@ def test_an_exception_before_training_is_shown_and_saves_nothing(options: dict[s
     loaders = DataLoader(RandomDataset(32, 64), batch_size=4), DataLoader(RandomDataset(32, 8), batch_size=8)
     saver, module = OnExceptionCheckpoint(folder, "failed"), FailsInSanityCheck()
     trainer = onecurve.Trainer(accelerator="cpu", devices=1, default_root_dir=folder, callbacks=[saver], **options)
-    with pytest.raises(UserError, match="no validation|must divide"):
+    with pytest.raises(UserError, match=r"no validation|must divide"):
         trainer.fit(module, *loaders)
     assert not (folder / "failed.ckpt").exists()
 

@@ -97,7 +97,7 @@ class LogsBetween(BoringModel):
 
     def configure_optimizers(self) -> Any:
         kind = torch.optim.LBFGS if self.automatic_optimization else torch.optim.SGD
-        return kind(self.parameters(), lr=0.01)  # type: ignore[operator]
+        return kind(self.parameters(), lr=0.01)
 
 
 @pytest.mark.parametrize("is_manual", [False, True])

@@ -1309,9 +1309,7 @@ def fit_with_new_loaders(folder: Path, strategy: str) -> float:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_ranks_compare_their_samples_while_the_optimizer_is_configured(
-    strategy: str, pool: Pool, folder: Path
-) -> None:
+def test_ranks_compare_their_samples_while_the_optimizer_is_configured(strategy: str, pool: Pool, folder: Path) -> None:
     """It sees one process, and loaders that are made anew then have samples that all ranks share and compare."""
     assert pool.run(2, fit_with_new_loaders, folder, strategy) == [0.1 / (2 * len(loader()))] * 2
 
