@@ -72,12 +72,12 @@ def draw(random: Random) -> Setting:
             return setting
 
 
-def cover(strength: int, draws: int = 500) -> list[Setting]:
+def cover(strength: int, seed: int = 0, draws: int = 500) -> list[Setting]:
     """Return settings that have each value of an option (strength 1), or each two values of two options (2).
 
     The values that no setting has together are not counted. The result is always the same.
     """
-    random = Random(0)
+    random = Random(seed)
     settings = [draw(random) for _ in range(draws)]
     parts = [set(combinations(setting.items(), strength)) for setting in settings]
     missing, chosen = set().union(*parts), []

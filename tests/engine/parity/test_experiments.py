@@ -30,17 +30,15 @@ PIPELINE = "strategy=pipeline trainer.devices=2"
 HYBRID = "strategy=hybrid trainer.devices=4"
 BLOCKS = "module.recompute=blocks"
 ROWS = [
-    ("clipped", FSDP),
     ("clipped", f"{PIPELINE} strategy.microbatches=1 strategy.schedule=gpipe"),
     ("vit", f"{PIPELINE} strategy.schedule=zbv_zero_bubble"),
     ("vit", f"{BLOCKS} trainer.accumulate_grad_batches=4"),
-    ("one group", f"{BLOCKS} {DDP}"),
-    ("groups of each process", BLOCKS),
     ("own forward", f"{BLOCKS} {FSDP}"),
     ("unused parameters", f"{DDP} +strategy.find_unused_parameters=true"),
     ("plateau", f"{FSDP} trainer.accumulate_grad_batches=2"),  # tests/engine/optim/test_torch_schedulers.py has others
 ]
 SLOW_ROWS = [
+    ("clipped", FSDP),  # tests/engine/bits clips under FSDP
     ("clipped", HYBRID),
     ("clipped", f"{HYBRID} strategy.data_parallel=fsdp"),
     ("vit", f"{HYBRID} strategy.data_parallel=fsdp"),
@@ -51,7 +49,9 @@ SLOW_ROWS = [
     ("wide_resnet", f"{BLOCKS} {PIPELINE} strategy.schedule=gpipe"),
     ("wide_resnet", f"{BLOCKS} {FSDP}"),
     ("wide_resnet", f"{BLOCKS} {HYBRID} strategy.data_parallel=fsdp"),
+    ("one group", f"{BLOCKS} {DDP}"),
     ("one group", f"{BLOCKS} strategy=hsdp trainer.devices=4"),
+    ("groups of each process", BLOCKS),
     *[(name, f"{FSDP} trainer.accumulate_grad_batches=2") for name in TORCH_SCHEDULES if name != "plateau"],
 ]
 
@@ -70,6 +70,7 @@ def test_agrees_with_single_process(
     check_replicas(records)
 
 
+@pytest.mark.slow
 def test_each_experiment_has_a_curve_of_its_own(alone: Callable[..., Record]) -> None:
     names = [name for name in EXPERIMENTS if name != "plateau"]  # which falls after the first epoch, as "epoch" does
     assert len({tuple(alone(*EXPERIMENTS[name]).losses) for name in names}) == len(names)

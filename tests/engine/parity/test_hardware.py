@@ -46,7 +46,7 @@ NOT_VARIED = {  # by why they cannot matter here, or where else they are tested
     "GPUs, or a compiler": "trainer.accelerator trainer.benchmark module.compile optimizer.compile "
     "data.augment.compile optimizer.fused optimizer.foreach optimizer.capturable",
 }
-QUICK, PAIRS = cover(1), cover(2)
+QUICK, PAIRS = cover(1, seed=125), cover(2)  # this seed needs few settings, and few processes
 
 
 def test_every_hardware_option_is_varied_or_excused() -> None:

@@ -1,7 +1,8 @@
 """No network trains as another one in silence: on any hardware it trains as on one process, or is refused in one line.
 
 A name is a network or a module of `tests/support/zoo.py`; `NETWORK:LAYER` is a network with a layer of
-`tests/support/layers.py`. `make test` trains each ordinary network at two places, `make test-all` all at all of them.
+`tests/support/layers.py`. `make test` trains the ordinary networks that a place could change, each at one of them, and
+`make test-all` all networks at all places.
 """
 
 import functools
@@ -114,8 +115,21 @@ UNUSUAL: dict[str, Refusals] = {
     "ClassToken:attention_dropout_tokens_first": _on(""),
 }
 NETWORKS = ORDINARY | UNUSUAL
-QUICK = {(name, list(PLACES)[row % len(PLACES)]) for row, name in enumerate(ORDINARY)}
-QUICK |= {("Tied", "fsdp x2"), ("Tied", "pipeline x2")}
+QUICK = {
+    ("UNet", "accumulate 4"),
+    ("ClassToken:attention", "pipeline x2"),
+    ("shared_in_block", "pipeline x2, interleaved"),
+    ("frozen_layers", "pipeline x2, zbv"),
+    ("frozen_block", "pipeline x4, gpipe"),
+    ("LoopedList", "hybrid x4"),
+    ("inplace_relu", "pipeline x2"),
+    ("tuples", "fsdp x2"),
+    ("tied", "pipeline x2, interleaved"),
+    ("Unused", "ddp x2"),
+    ("Unused", "pipeline x2, zbv"),
+    ("Skips", "pipeline x4, gpipe"),
+    *(("Tied", place) for place in ("fsdp x2", "pipeline x2", "hybrid x4")),
+}
 ROWS = [
     pytest.param(name, place, id=f"{name}, {place}", marks=[] if (name, place) in QUICK else pytest.mark.slow)
     for name in NETWORKS
