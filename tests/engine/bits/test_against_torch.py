@@ -90,7 +90,7 @@ class Module(L.LightningModule):
         return optimizer_of(self.net)
 
 
-@pytest.fixture(scope="module", params=["resnet9", "recurrent"])
+@pytest.fixture(scope="module", params=["resnet9", pytest.param("recurrent", marks=pytest.mark.slow)])
 def by_hand(request: pytest.FixtureRequest, pool: Pool) -> tuple[str, list[float]]:
     losses, *others = pool.run(RANKS, train_by_hand, request.param)
     assert all(other == losses for other in others)

@@ -56,14 +56,13 @@ VARIATIONS = {
     "transformer": ["~model.width", *VIT[:1], "+model.width=8", *VIT[2:], "model.dropout=0.2", "optimizer=adamw"],
 }
 QUICK = [
-    *[("sgd", world) for world in ("ddp x3", "hybrid x4", "workers")],
-    ("sgd", "pipeline x2, zbv_zero_bubble"),
+    # Muon: tests/engine/parity and tests/engine/faults/test_travel.py.
+    *[("sgd", world) for world in ("ddp x3", "workers", "pipeline x2, zbv_zero_bubble")],
     ("adamw", "ddp x2, ZeRO-1"),
-    ("muon", "fsdp x4"),  # tests/engine/parity has a pipeline
     *[("mixed", world) for world in ("ddp x2, shares 3:1", "recomputed, pipeline x2")],
     ("bf16", "ddp x2"),
-    *[("clipped, averaged", world) for world in ("fsdp x2", "pipeline x2, 1f1b")],
-    *[("transformer", world) for world in ("recomputed, ddp x2", "pipeline x2, interleaved_1f1b")],
+    *[("clipped, averaged", world) for world in ("fsdp x2", "hybrid x4")],
+    ("transformer", "pipeline x2, interleaved_1f1b"),
 ]
 SIX_STEPS = [*SHORT, "trainer.max_steps=6"]  # the last one is in the second epoch
 ALL = [(variation, world) for variation in VARIATIONS for world in WORLDS]
@@ -155,7 +154,9 @@ def test_finds_what_depends_on_the_processes(name: str, pool: Pool, small: list[
         check_equal_bits(records, reference)
 
 
-@pytest.mark.parametrize("variation", [pytest.param("sgd", marks=pytest.mark.slow), "mixed", "transformer"])
+@pytest.mark.parametrize(
+    "variation", ["transformer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "mixed"))]
+)
 def test_one_by_one_has_the_curve_of_together(
     variation: str, alone: Callable[..., Record], small: list[str], folder: Path
 ) -> None:

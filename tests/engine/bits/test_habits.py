@@ -51,8 +51,15 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Rec
     return functools.cache(lambda name: fit(compose(tmp_path_factory.mktemp("one"), *EXACT, *HABITS[name])))
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", HABITS)
+QUICK = ("triplets", "counting", "lbfgs", "tagging", "unusual")  # the other kinds change the loss alone, as "triplets"
+ROWS = [
+    pytest.param(name, devices, marks=[] if name in QUICK and devices == 2 else pytest.mark.slow)
+    for name in HABITS
+    for devices in (2, 4)
+]
+
+
+@pytest.mark.parametrize(("name", "devices"), ROWS)
 def test_has_the_bits_of_one_process(
     name: str, devices: int, one_process: Callable[[str], Record], pool: Pool, folder: Path
 ) -> None:
@@ -91,7 +98,9 @@ class Gathering(Collecting):
         self.log("val_samples", float(len(correct)), sync_dist=True)
 
 
-@pytest.mark.parametrize("way", [EXACT, OWN], ids=["one by one", "together"])
+@pytest.mark.parametrize(
+    "way", [pytest.param(EXACT, id="one by one", marks=pytest.mark.slow), pytest.param(OWN, id="together")]
+)
 def test_gathers_different_numbers_of_predictions(way: list[str], pool: Pool, folder: Path) -> None:
     words = [*way, VECTORS[0], f"+module._target_={__name__}.Gathering", "trainer.precision=64-true"]
     one = fit(compose(folder / "one", *words)).metrics
@@ -228,7 +237,7 @@ class Masking(Vectors):
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_mask_of_a_weight_in_each_pass(devices: int, pool: Pool, folder: Path) -> None:
     words = [*EXACT, VECTORS[0], f"+module._target_={__name__}.Masking"]
     one = fit(compose(folder / "one", *words))
