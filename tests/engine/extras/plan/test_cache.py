@@ -1,11 +1,15 @@
-"""The file in runs/ that keeps what was measured of this machine."""
+"""What is measured of this machine, and the file in runs/ that keeps it."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import Mock
+from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 
 from onecurve.extras.plan import hardware
+from tests.support.pool import Pool
 
 
 @pytest.mark.parametrize("text", ["", '{"a": 1', "[1]", None], ids=["empty", "cut", "list", "missing"])
@@ -50,3 +54,24 @@ def test_figures_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(hardware, "_measure", measure)
     assert hardware.this_machine() == hardware.this_machine()
     measure.assert_called_once()
+
+
+LITTLE: dict[str, Any] = {"_WIDTHS": (8, 64), "_REPEATS": 2, "_LAYERS": 2}
+
+
+def call_as_rank(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    with patch.multiple(hardware, **LITTLE):
+        function(int(os.environ["RANK"]), *arguments)
+
+
+def test_measures_two_processes(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On waiting ranks in the place of new processes, with small weights."""
+
+    def start(function: Callable[..., None], arguments: tuple[Any, ...], nprocs: int, start_method: str) -> None:
+        pool.run(nprocs, call_as_rank, function, arguments)
+
+    monkeypatch.setattr(hardware, "start_processes", start)
+    with patch.multiple(hardware, **LITTLE):
+        figures = hardware._measure(0)
+    assert figures.keys() == hardware._FIGURES
+    assert min(figures["within"]["gb_per_s"], figures["memory_gb_per_s"]) > 0
