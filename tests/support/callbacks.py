@@ -46,10 +46,22 @@ class WaitForKills(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         while trainer.global_step == self.at and self._killed(trainer) < self.kills:
-            time.sleep(0.05)
+            self._wait(trainer)
 
     def _killed(self, trainer: L.Trainer) -> int:
         return sum(event["event"] == "killed" for event in read_events(Path(trainer.default_root_dir)))
+
+    def _wait(self, trainer: L.Trainer) -> None:
+        time.sleep(0.05)
+
+
+class DieOnRankOne(WaitForKills):
+    """Kill rank one in step `at` until the run has been killed so many times."""
+
+    def _wait(self, trainer: L.Trainer) -> None:
+        super()._wait(trainer)
+        if trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Breakpoint(L.Callback):

@@ -194,7 +194,7 @@ class WithCode(Vectors):
 
 @pytest.mark.parametrize(
     ("way", "devices"),
-    [("bit_exact=true", 4), ("bit_exact=false", 2), pytest.param("bit_exact=true", 2, marks=pytest.mark.slow)],
+    [("bit_exact=false", 2), *(pytest.param("bit_exact=true", ranks, marks=pytest.mark.slow) for ranks in (2, 4))],
 )
 def test_a_write_into_a_gathered_weight(way: str, devices: int, pool: Pool, folder: Path) -> None:
     """Of four virtual ranks on four processes the weights are shards before the only pass, and gathered after it."""
@@ -275,7 +275,7 @@ def fit_and_warn(cfg: Any) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("moved", ["total", "table"])
+@pytest.mark.parametrize("moved", ["table", pytest.param("total", marks=pytest.mark.slow)])
 def test_an_attribute_is_named_once(moved: str, pool: Pool, folder: Path) -> None:
     words = [*OWN, FOUND["center"][0], f"+module.moved={moved}", "strategy=ddp", "trainer.log_every_n_steps=1"]
     for messages in pool.run(2, fit_and_warn, compose(folder, *words)):

@@ -46,10 +46,10 @@ PLACES = {
     "fsdp x2": ["strategy=fsdp", "trainer.devices=2"],
     "accumulated": ["trainer.accumulate_grad_batches=2"],
 }
-QUICK = {("ddp x3", "together", kind) for kind in ("stream", "batch_sampler", "uneven")}
+QUICK = {("ddp x3", "together", kind) for kind in ("batch_sampler", "uneven")}
 QUICK |= {("workers", "together", "stream")}
-QUICK |= {("ddp x2", "one by one", kind) for kind in ("sized_stream", "batch_sampler", "two", *BATCHES)}
-QUICK |= {("ddp x2", "together", kind) for kind in ("stateful_stream", "padded", *SEVERAL)}
+QUICK |= {("ddp x2", "one by one", kind) for kind in ("sized_stream", "two", *BATCHES)}
+QUICK |= {("ddp x2", "together", kind) for kind in ("stateful_stream", "longest")}
 QUICK |= {("fsdp x2", "together", "padded")}
 
 
@@ -99,9 +99,9 @@ def test_trains_the_same(
 @pytest.mark.parametrize(
     "kind",
     [
-        *("stateful_stream", "forgetful_stream", "batch_sampler", "two"),
-        # The end of an epoch of a stream has a test below, and "two" are several loaders, too.
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("stream", "shortest")),
+        *("stateful_stream", "batch_sampler", "two"),
+        # The end of an epoch of a stream has a test below, as has a forgetful one, and "two" are several loaders, too.
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("stream", "forgetful_stream", "shortest")),
     ],
 )
 def test_resumes_within_an_epoch_elsewhere(
@@ -255,7 +255,9 @@ def test_trains_the_module_of_lightnings_own_tests(folder: Path) -> None:
     assert not record.final["layer.weight"].equal(record.initial["layer.weight"])
 
 
-@pytest.mark.parametrize("moment", ["on_train_batch_start", "on_train_epoch_end", "on_validation_end"])
+@pytest.mark.parametrize(
+    "moment", ["on_train_batch_start", "on_validation_end", pytest.param("on_train_epoch_end", marks=pytest.mark.slow)]
+)
 def test_resumes_at_the_end_of_an_epoch_without_a_length(
     moment: str, one_process: Callable[[str, str], Record], folder: Path
 ) -> None:

@@ -80,7 +80,9 @@ def test_callbacks_get_the_trainer_of_the_module_in_three_hooks(folder: Path) ->
     assert len(SEEN["Trainer"]) > 10
 
 
-@pytest.mark.parametrize("hardware", ["ddp", "fsdp", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "hardware", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "spawn"))]
+)
 def test_learns_the_same_on_ranks(hardware: str, pool: Pool, folder: Path) -> None:
     one = fit(compose(folder / "one", *OWN))
     assert len(one.losses) == 6

@@ -1,43 +1,27 @@
-"""An elastic run goes on with the ranks that are left, grows back, and ends like the undisturbed one."""
+"""An elastic run goes on with the ranks that are left, grows back, and ends like the undisturbed one.
 
-import os
-import signal
-import subprocess
+In test_elastic_trials.py other processes kill ranks, at random.
+"""
+
 from pathlib import Path
 
 import pytest
 
 from onecurve.records.events import read_events
-from tests.support.commands import (
-    PARITY,
-    TWO,
-    callback,
-    count_lines,
-    ranks,
-    run,
-    slow,
-    start,
-    steps,
-    wait_for_exit,
-    wait_until,
-)
+from tests.support.commands import PARITY, TWO, callback, run, run_here, slow, steps
 from tests.support.comparison import check_last_checkpoints, check_same_rows
 from tests.support.runs import compose, fit
 
 
 @pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_shrinks_and_grows_back(devices: int, small: list[str], folder: Path) -> None:
+def test_shrinks_and_grows_back(devices: int, small: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 dies twice before the first checkpoint; its device returns after one."""
+    monkeypatch.setattr("onecurve.launch.restarts._PAUSE", 0.2)  # seconds
     left = devices - 1
-    waits = [callback("WaitForKills", at=8, kills=2), callback("WaitForSignal", at=13, world_size=left)]
+    waits = [callback("DieOnRankOne", at=8, kills=2), callback("WaitForSignal", at=13, world_size=left)]
     slowly = [slow(0.2), "+callbacks.slow.since=13"]  # so that the last steps take longer than a look for signals
     task = [*small, *PARITY, *waits, *slowly, "test=false", "launch.elastic=true", f"run_dir={folder}"]
-    process = start(*task, "strategy=ddp", f"trainer.devices={devices}", ELASTIC_PAUSE="0.2")
-    for number in (1, 2):
-        wait_for_start(number, folder, process)
-        os.kill(ranks(process.pid)[1], signal.SIGKILL)
-    code, _, err = wait_for_exit(process)
-    assert code == 0, err[-3000:]
+    _, err = run_here(*task, "strategy=ddp", f"trainer.devices={devices}")
     assert err.count("rank 1 died (Signal 9 (SIGKILL)") == 2
     assert "restarting; 2 restarts left after this one" in err
     assert f"rank 1 died twice without a new checkpoint (device 1); going on with {left} of {devices} devices" in err
@@ -61,13 +45,3 @@ def test_full_memory_makes_micro_batches_smaller(small: list[str], folder: Path)
     fit(compose(folder.parent / "undisturbed", *small, *PARITY))
     check_last_checkpoints(folder, folder.parent / "undisturbed")
     check_same_rows(folder, folder.parent / "undisturbed")
-
-
-def wait_for_start(number: int, folder: Path, process: "subprocess.Popen[str]") -> None:
-    """Wait until the run has started so many times and logged a step since."""
-
-    def has_started() -> bool:
-        starts = sum(event["event"] in ("start", "resume") for event in read_events(folder))
-        return starts == number and count_lines(folder) > 2
-
-    assert wait_until(has_started, 300), wait_for_exit(process, 1)

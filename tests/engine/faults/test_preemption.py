@@ -42,19 +42,24 @@ def uninterrupted(small: list[str], tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
+SLOW_ROWS = {
+    "alone": (signal.SIGTERM, "the process", TRAIN, []),
+    "interrupted launcher": (signal.SIGINT, "the process", TRAIN, TWO),
+    "Ctrl-C": (signal.SIGINT, "all of them", TRAIN, TWO),
+    "Ctrl-C spawned": (signal.SIGINT, "all of them", TRAIN, SPAWN),
+    "Ctrl-C torchrun": (signal.SIGINT, "all of them", TORCHRUN, TWO),
+    "launcher": (signal.SIGUSR1, "the process", TRAIN, TWO),
+    "all processes": (signal.SIGTERM, "all of them", TRAIN, TWO),  # as SLURM does
+    "spawned": (signal.SIGTERM, "all of them", TRAIN, SPAWN),
+    "torchrun": (signal.SIGUSR1, "a rank", TORCHRUN, TWO),
+}
+
+
 @pytest.mark.parametrize(
     ("number", "to", "program", "world"),
     [
-        pytest.param(signal.SIGTERM, "the process", TRAIN, [], id="alone", marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, "the process", TRAIN, TWO, id="interrupted launcher", marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, "all of them", TRAIN, TWO, id="Ctrl-C", marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, "all of them", TRAIN, SPAWN, id="Ctrl-C spawned", marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, "all of them", TORCHRUN, TWO, id="Ctrl-C torchrun", marks=pytest.mark.slow),
-        pytest.param(signal.SIGUSR1, "the process", TRAIN, TWO, id="launcher", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, "a rank", TRAIN, TWO, id="one rank"),
-        pytest.param(signal.SIGTERM, "all of them", TRAIN, TWO, id="all processes"),  # as SLURM does
-        pytest.param(signal.SIGTERM, "all of them", TRAIN, SPAWN, id="spawned", marks=pytest.mark.slow),
-        pytest.param(signal.SIGUSR1, "a rank", TORCHRUN, TWO, id="torchrun", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, "a rank", TRAIN, TWO, id="one rank"),  # which must tell the others
+        *(pytest.param(*row, id=name, marks=pytest.mark.slow) for name, row in SLOW_ROWS.items()),
     ],
 )
 def test_signal_saves_stops_and_resumes(

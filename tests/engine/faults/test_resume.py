@@ -30,12 +30,17 @@ def task(folder: Path, small: list[str], devices: int, *overrides: str) -> Any:
     ("hook", "step", "before", "after"),
     [
         ("on_train_batch_end", 3, 2, 1),
-        ("on_train_batch_start", 3, 1, 1),
         ("on_validation_end", SHORT_EPOCH, 1, 1),
         ("on_train_epoch_end", SHORT_EPOCH, 1, 2),
-        pytest.param("on_train_batch_end", SHORT_EPOCH, 1, 1, marks=pytest.mark.slow),
-        pytest.param("on_train_epoch_end", SHORT_EPOCH, 2, 4, marks=pytest.mark.slow),
-        pytest.param("on_train_batch_end", 7, 4, 2, marks=pytest.mark.slow),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                ("on_train_batch_start", 3, 1, 1),
+                ("on_train_batch_end", SHORT_EPOCH, 1, 1),
+                ("on_train_epoch_end", SHORT_EPOCH, 2, 4),
+                ("on_train_batch_end", 7, 4, 2),
+            )
+        ),
     ],
 )
 def test_resumes_exactly(

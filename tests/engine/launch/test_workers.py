@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,9 +13,10 @@ import lightning as L
 import pytest
 
 from onecurve.process.devices import usable_cores
-from onecurve.process.fork_server import PRELOADED, register_end_of_interpreter, start_fork_server
+from onecurve.process.fork_server import PRELOADED, start_fork_server
 from onecurve.process.started_by import take_environment
 from tests.support.commands import TINY, TWO, run_here
+from tests.support.idle_thread import leave_an_idle_thread
 
 IMPORT = """
 import importlib, os, sys, torch
@@ -114,13 +114,6 @@ def test_ranks_have_the_present_cores_of_their_launcher(small: list[str], folder
         os.sched_setaffinity(0, before)
     assert [(folder / f"cores{rank}").read_text() for rank in (0, 1)] == [str(before[:1])] * 2, "written at the end"
     assert [(folder / f"end{rank}").exists() for rank in (0, 1)] == [True, True]
-
-
-def leave_an_idle_thread() -> None:
-    register_end_of_interpreter()
-    pool = ThreadPoolExecutor(1)
-    pool.submit(int).result()
-    atexit.register(pool.shutdown)  # so that the pool lives as long as the process
 
 
 def test_a_rank_ends_with_an_idle_pool_of_threads() -> None:

@@ -73,7 +73,7 @@ def reference(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("fsdp", 2), ("hybrid", 4)])
+@pytest.mark.parametrize(("strategy", "devices"), [("fsdp", 2), pytest.param("hybrid", 4, marks=pytest.mark.slow)])
 def test_files_are_those_of_a_single_process(
     strategy: str, devices: int, reference: Path, small: list[str], pool: Pool, folder: Path
 ) -> None:

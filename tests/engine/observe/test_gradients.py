@@ -53,7 +53,7 @@ def reference(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> lis
     ("devices", "overrides"),
     [
         (2, ["strategy=ddp", "strategy.shard_optimizer=true"]),
-        (4, ["strategy=hsdp"]),
+        pytest.param(4, ["strategy=hsdp"], marks=pytest.mark.slow),
         (
             4,
             [

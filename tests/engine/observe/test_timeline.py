@@ -279,7 +279,10 @@ SLOW_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "place", "model"), SLOW_CASES)
+@pytest.mark.parametrize(
+    ("strategy", "place", "model"),
+    [SLOW_CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES[1:])],
+)
 def test_names_the_slow_rank(
     strategy: str, place: str, model: list[str], pool: Pool, small: list[str], folder: Path
 ) -> None:

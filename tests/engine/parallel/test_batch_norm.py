@@ -186,7 +186,11 @@ def test_an_own_forward_pass_is_kept(world: str, kind: Any, options: dict[str, A
     check(pool.run(ranks, step_on_rank, SHAPES["2d"], options, layout), expected, 1e-11)
 
 
-@pytest.mark.parametrize(("groups", "options"), [(1, {}), (4, {}), (4, {"kind": BatchNormAct2d})], ids=str)
+@pytest.mark.parametrize(
+    ("groups", "options"),
+    [(4, {"kind": BatchNormAct2d}), *(pytest.param(groups, {}, marks=pytest.mark.slow) for groups in (1, 4))],
+    ids=str,
+)
 def test_compiles_as_one_graph(groups: int, options: dict[str, Any], pool: Pool) -> None:
     expected = reference(layer(SHAPES["2d"], **options), *inputs(SHAPES["2d"]), groups)
     check(pool.run(2, step_on_rank, SHAPES["2d"], options, {"virtual_ranks": groups}, True), expected, 1e-11)

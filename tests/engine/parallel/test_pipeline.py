@@ -84,7 +84,10 @@ BOUNDS: dict[str, Callable[[int], int]] = {  # for two ranks, by rank, from the 
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(name, marks=[] if name in ("1f1b", "zbv_zero_bubble") else pytest.mark.slow) for name in SCHEDULES],
+)
 def test_passes_follow_the_schedule(schedule: str, pool: Pool, small: list[str], folder: Path) -> None:
     """GPipe holds the activations of all micro-batches at once, the other schedules fewer."""
     two_steps = ["trainer.max_steps=2", "trainer.limit_val_batches=0", "callbacks.best=null"]

@@ -34,9 +34,9 @@ def sum_bytes(tensors: Iterable[Tensor]) -> int:
     [
         ("ddp", 2, ["strategy.shard_optimizer=true"], 2, 1),
         ("fsdp", 4, [], 1, 1),
-        ("hsdp", 4, [], 2, 2),
         ("hybrid", 4, ["strategy.data_parallel=fsdp"], 1, 1),
         ("pipeline", 4, [], 1, 1),
+        pytest.param("hsdp", 4, [], 2, 2, marks=pytest.mark.slow),
     ],
 )
 def test_each_rank_holds_its_share(

@@ -84,8 +84,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Record:
 
 
 ROWS = [
-    # Replicas have the attributes of one process: one place shows that each rank restores its own.
-    pytest.param(hardware, place, marks=pytest.mark.slow if hardware == "ddp" and number else [])
+    # One process has each place, and one place shows that each rank restores its own.
+    pytest.param(hardware, place, marks=pytest.mark.slow if hardware != "one" and number else [])
     for hardware in HARDWARE
     for number, place in enumerate(PLACES)
 ]

@@ -54,7 +54,7 @@ def test_best_checkpoint_has_the_step_of_its_validation(when: list[str], small: 
     assert saved == validated
 
 
-@pytest.mark.parametrize(("step", "devices"), [(4, 2), (11, 1)])
+@pytest.mark.parametrize(("step", "devices"), [(11, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_kill_does_not_change_checkpoints(step: int, devices: int, pool: Pool, small: list[str], folder: Path) -> None:
     world = [f"trainer.devices={devices}", f"strategy={'ddp' if devices > 1 else 'auto'}"]
     task = [*small, *TASK, *TWICE_AN_EPOCH, *world, "callbacks.checkpoint.every_n_train_steps=3"]

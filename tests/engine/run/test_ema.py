@@ -89,7 +89,7 @@ def test_evaluates_the_weights_in_the_checkpoint(
 
 @pytest.mark.parametrize(
     "strategy",
-    [pytest.param(name, marks=[] if name in ("fsdp", "pipeline") else pytest.mark.slow) for name in STRATEGIES],
+    [pytest.param(name, marks=[] if name == "fsdp" else pytest.mark.slow) for name in STRATEGIES],
 )
 def test_agrees_with_single_process(
     strategy: str, alone: tuple[Path, dict[str, float]], pool: Pool, small: list[str], folder: Path

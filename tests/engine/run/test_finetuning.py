@@ -72,15 +72,14 @@ PLACES = {  # in three epochs of four steps
 }
 
 
-# The callback with one process has each place, and each place is trained on two.
-OTHERS = [("ddp", "own", place) for place in PLACES if place != "epoch of the unfreezing"]
+UNFREEZING = "epoch of the unfreezing"  # one process has each place, and two have this one
 ROWS = [
     pytest.param(
         hardware,
         callback,
         place,
         id=f"{hardware}-{callback}-{place}",
-        marks=pytest.mark.slow if hardware in ("fsdp", "bits") or (hardware, callback, place) in OTHERS else [],
+        marks=[] if hardware == "one" or (hardware, place) == ("ddp", UNFREEZING) else pytest.mark.slow,
     )
     for hardware in HARDWARE
     for callback in CALLBACKS

@@ -93,9 +93,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type], Record]:
 
 HARDWARE = {"one": [], "ddp": TWO, "fsdp": ["strategy=fsdp", TWO[1]], "micro": ["trainer.accumulate_grad_batches=2"]}
 ROWS = [
-    *[(InSetup, name) for name in HARDWARE],
+    *[(InSetup, name) for name in HARDWARE if name != "ddp"],
     *[(InConfigureModel, name) for name in ("one", "fsdp")],
     (Lazy, "ddp"),
+    pytest.param(InSetup, "ddp", marks=pytest.mark.slow),
     *[pytest.param(InConfigureModel, name, marks=pytest.mark.slow) for name in ("ddp", "micro")],
 ]
 
@@ -143,7 +144,7 @@ class OfTheSeed(InConfigureModel):
         self.net = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 3))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_initial_weights_are_those_of_the_seed(strategy: str, pool: Pool, folder: Path) -> None:
     one, other = (fit(compose(folder / f"{seed}", *of_class(OfTheSeed), f"seed={seed}")) for seed in (0, 1))
     assert not torch.equal(one.initial["net.0.weight"], other.initial["net.0.weight"])

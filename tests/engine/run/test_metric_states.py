@@ -121,7 +121,7 @@ def interrupt(folder: Path, devices: int, bit_exact: bool, step: int) -> None:
         fit(folder, devices, bit_exact, Interrupted(step))
 
 
-@pytest.mark.parametrize("bit_exact", [False, True])
+@pytest.mark.parametrize("bit_exact", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_metric_has_all_samples(bit_exact: bool, pool: Pool, folder: Path) -> None:
     """Two ranks evaluate 11 and 10 samples; a run that goes on has the past on its first rank only."""
     fit(folder / "one", 1, bit_exact)

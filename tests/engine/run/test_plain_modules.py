@@ -58,7 +58,7 @@ def check_agree(records: list[Record], reference: Record) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", "fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hsdp", "ddp_spawn"))]
+    "strategy", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "hsdp", "ddp_spawn"))]
 )
 def test_agrees_with_single_process(
     strategy: str, task: list[str], reference: Record, pool: Pool, folder: Path
@@ -69,13 +69,15 @@ def test_agrees_with_single_process(
 
 
 def test_module_of_the_common_template(task: list[str], pool: Pool, folder: Path) -> None:
-    template = [*task, "module=template", "test=false"]
+    """Rank zero's progress bar reads torchmetrics of the epoch, while the others save, which communicates as well."""
+    template = [*task, "module=template", "test=false", "trainer.enable_progress_bar=true"]
     reference = fit(compose(folder / "single", *template))
     check_agree(fit_ranks(compose(folder, *template, "strategy=fsdp", TWO), pool), reference)
 
 
+@pytest.mark.slow
 def test_ranks_compute_metrics_together(task: list[str], pool: Pool, folder: Path) -> None:
-    """Rank zero's progress bar reads torchmetrics of the epoch, while the others save, which communicates as well."""
+    """As in the test before, where the run is compared, too."""
     words = [*task, "module=template", "test=false", "trainer.enable_progress_bar=true", "strategy=fsdp", TWO]
     assert all("train/loss" in record.metrics for record in fit_ranks(compose(folder, *words), pool))
 
@@ -101,7 +103,9 @@ def accumulated(accumulating: list[str], tmp_path_factory: pytest.TempPathFactor
     return fit(compose(tmp_path_factory.mktemp("accumulated"), *accumulating))
 
 
-@pytest.mark.parametrize(("here", "there"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("here", "there"), [(2, 1), *(pytest.param(1, ranks, marks=pytest.mark.slow) for ranks in (1, 2))]
+)
 def test_metrics_accumulate_over_a_resumption(
     here: int, there: int, accumulating: list[str], accumulated: Record, pool: Pool, folder: Path
 ) -> None:

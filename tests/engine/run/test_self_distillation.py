@@ -52,7 +52,7 @@ class SelfDistilling(Vectors):
             weight.data = data
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_learns_the_same_on_ranks(strategy: str, pool: Pool, folder: Path) -> None:
     one = fit(compose(folder / "one", *SELF_DISTILLING))
     for record in fit_ranks(compose(folder / "two", *SELF_DISTILLING, f"strategy={strategy}", TWO), pool):

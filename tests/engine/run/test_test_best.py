@@ -37,7 +37,9 @@ def best(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return file, expected["test/loss"]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "pipeline", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy", ["pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "ddp_spawn"))]
+)
 def test_tests_the_best_checkpoint(
     strategy: str, best: tuple[Path, float], pool: Pool, small: list[str], folder: Path
 ) -> None:

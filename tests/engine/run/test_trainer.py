@@ -1703,7 +1703,10 @@ def evaluate_with_another_trainer(strategy: str, later: str, folder: Path) -> No
         logger.handlers, logger.propagate, logger.level = [], True, logging.NOTSET
 
 
-@pytest.mark.parametrize(("strategy", "later"), [("fsdp", "fsdp"), ("pipeline", "pipeline"), ("fsdp", "ddp")])
+@pytest.mark.parametrize(
+    ("strategy", "later"),
+    [("pipeline", "pipeline"), ("fsdp", "ddp"), pytest.param("fsdp", "fsdp", marks=pytest.mark.slow)],
+)
 def test_a_network_that_another_trainer_has_divided(strategy: str, later: str, pool: Pool, folder: Path) -> None:
     with pytest.raises(RankFailed, match=r"UserError: Split has layers that another trainer has divided among"):
         pool.run(2, evaluate_with_another_trainer, strategy, later, folder)
