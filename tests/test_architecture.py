@@ -133,10 +133,16 @@ def test_plugins_import_only_sweeps_and_below() -> None:
         assert min(map(_layer, _imports(file))) >= LAYERS.index("extras")
 
 
+SWEEPS, NO_SWEEPS = ["onecurve.extras.sweeps"], ["~hydra.callbacks.sweep"]
+
+
 @pytest.mark.parametrize(
     ("parts", "options"),
-    [(OPTIONAL, ["report=true"]), (["onecurve.extras.sweeps"], ["report=false", "~hydra.callbacks.sweep"])],
-    ids=["parts", "sweeps"],
+    [
+        pytest.param([*OPTIONAL, *SWEEPS], ["report=true", *NO_SWEEPS], id="all"),
+        pytest.param(OPTIONAL, ["report=true"], id="parts", marks=pytest.mark.slow),
+        pytest.param(SWEEPS, ["report=false", *NO_SWEEPS], id="sweeps", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_needs_only_the_parts_that_it_chooses(
     parts: list[str], options: list[str], small: list[str], tmp_path: Path

@@ -59,6 +59,7 @@ def test_hand_written_ddp_has_the_same_losses(pool: Pool, cifar: Path, folder: P
     assert [step for step, _ in json.loads(clock.read_text())] == [1, 2, 4, 6]
 
 
+@pytest.mark.slow
 def test_hand_written_pipeline_has_the_same_losses(pool: Pool, cifar: Path, folder: Path) -> None:
     clock = folder.parent / "clock.json"
     pool.run(2, run_peer, "handwritten_pipeline", clock, "--data", cifar, "--microbatches", 4)

@@ -40,6 +40,7 @@ def test_writes_a_table(tmp_path: Path) -> None:
     assert "| hashes | ok | " in page.read_text()
 
 
+@pytest.mark.slow
 def test_a_case_that_hangs_or_dies_fails_alone(session: Session) -> None:
     hung = run_case(Case("hashes", numbers.hashes, limit=0.1), session)
     assert (hung.verdict, hung.figure[:23]) == ("FAILED", "not finished within 0.1")

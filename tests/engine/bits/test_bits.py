@@ -59,7 +59,7 @@ QUICK = [
     # Muon: tests/engine/parity and tests/engine/faults/test_travel.py.
     *[("sgd", world) for world in ("ddp x3", "workers", "pipeline x2, zbv_zero_bubble")],
     ("adamw", "ddp x2, ZeRO-1"),
-    *[("mixed", world) for world in ("ddp x2, shares 3:1", "recomputed, pipeline x2")],
+    ("mixed", "recomputed, pipeline x2"),
     ("bf16", "ddp x2"),
     *[("clipped, averaged", world) for world in ("fsdp x2", "hybrid x4")],
     ("transformer", "pipeline x2, interleaved_1f1b"),

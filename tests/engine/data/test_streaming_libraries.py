@@ -109,7 +109,7 @@ def task(request: pytest.FixtureRequest, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("task", LIBRARIES, indirect=True)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["together", pytest.param("one by one", marks=pytest.mark.slow)])
 def test_trains_the_same(way: str, task: list[str], pool: Pool, folder: Path) -> None:
     alone = fit(compose(folder / "one", *task, *WAYS[way]))
     assert len(alone.losses) == 2 * (COUNT // 12)

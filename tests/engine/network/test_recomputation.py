@@ -46,7 +46,7 @@ def _count_collectives(cfg: DictConfig) -> tuple[dict[str, int], list[float]]:
         return {name: _count_floats(spy) for name, spy in spies.items()}, record.losses
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_sends_nothing_more(strategy: str, pool: Pool, small: list[str], folder: Path) -> None:
     world = [f"strategy={strategy}", "trainer.devices=2"]
     task = [*small, *SHORT_RUN, "trainer.max_steps=2", *ONE_GROUP, *world]

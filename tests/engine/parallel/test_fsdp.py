@@ -33,7 +33,11 @@ def test_an_optimizer_without_state_resumes(
     check_resumed(pool.run(2, fit, compose(folder, *task, f"ckpt_path={folder}/died.ckpt")), alone(*stateless), done=3)
 
 
-@pytest.mark.parametrize("dtypes", [["strategy.param_dtype=bfloat16"], ["trainer.precision=bf16-mixed"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "dtypes",
+    [["strategy.param_dtype=bfloat16"], pytest.param(["trainer.precision=bf16-mixed"], marks=pytest.mark.slow)],
+    ids=" ".join,
+)
 def test_half_precision_stays_near_full_precision(
     dtypes: list[str], alone: Callable[..., Record], short_run: Callable[..., list[Record]]
 ) -> None:

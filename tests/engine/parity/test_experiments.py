@@ -30,15 +30,14 @@ PIPELINE = "strategy=pipeline trainer.devices=2"
 HYBRID = "strategy=hybrid trainer.devices=4"
 BLOCKS = "module.recompute=blocks"
 ROWS = [
-    ("clipped", f"{PIPELINE} strategy.microbatches=1 strategy.schedule=gpipe"),
     ("vit", f"{PIPELINE} strategy.schedule=zbv_zero_bubble"),
     ("vit", f"{BLOCKS} trainer.accumulate_grad_batches=4"),
     ("own forward", f"{BLOCKS} {FSDP}"),
     ("unused parameters", f"{DDP} +strategy.find_unused_parameters=true"),
-    ("plateau", f"{FSDP} trainer.accumulate_grad_batches=2"),  # tests/engine/optim/test_torch_schedulers.py has others
 ]
 SLOW_ROWS = [
-    ("clipped", FSDP),  # tests/engine/bits clips under FSDP
+    ("clipped", FSDP),  # tests/engine/bits clips under FSDP and in stages
+    ("clipped", f"{PIPELINE} strategy.microbatches=1 strategy.schedule=gpipe"),
     ("clipped", HYBRID),
     ("clipped", f"{HYBRID} strategy.data_parallel=fsdp"),
     ("vit", f"{HYBRID} strategy.data_parallel=fsdp"),
@@ -52,7 +51,8 @@ SLOW_ROWS = [
     ("one group", f"{BLOCKS} {DDP}"),
     ("one group", f"{BLOCKS} strategy=hsdp trainer.devices=4"),
     ("groups of each process", BLOCKS),
-    *[(name, f"{FSDP} trainer.accumulate_grad_batches=2") for name in TORCH_SCHEDULES if name != "plateau"],
+    # tests/engine/optim/test_torch_schedulers.py has each on one process.
+    *[(name, f"{FSDP} trainer.accumulate_grad_batches=2") for name in TORCH_SCHEDULES],
 ]
 
 

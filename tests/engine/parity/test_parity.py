@@ -90,12 +90,12 @@ QUICK = [
     *[("sgd", f"{name} x{4 if name in ON_FOUR else 2}") for name in STRATEGIES if name not in AS_DDP],
     # AdamW: tests/engine/faults/test_travel.py. Each schedule, shares and accumulation: test_hardware.py.
     *[("muon", world) for world in ("ddp x2, ZeRO-1", "pipeline x2, zbv_zero_bubble")],
-    ("sgd", "ddp x3, accumulate 2"),
     ("mixed", "ddp x3"),
-    ("one group", "fsdp x3, shares 5:2:1"),
+    ("one group", "ddp x2"),
 ]
 ALL = [
     *[(experiment, world) for experiment in ("sgd", "adamw") for world in WORLDS],
+    ("adamw", "ddp x4, ZeRO-1"),
     *[("sgd", world) for world in [*OPTIONS, *ACCUMULATED, *UNEVEN]],
     *[("mixed", world) for world in UNEVEN],
     *[("one group", world) for world in ("ddp x4", "fsdp x4", "hsdp x4", "ddp x3", "fsdp x3, shares 5:2:1")],

@@ -182,7 +182,7 @@ def test_a_layer_that_is_called_again_has_another_mask(two_views: Callable[..., 
     assert max(distances(two_views(), two_views("+module.recomputes=false"))) < TOLERANCE
 
 
-@pytest.mark.parametrize("strategy", ["auto", "ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["auto", "ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_calls_have_the_masks_of_one_process(
     strategy: str, two_views: Callable[..., Record], pool: Pool, folder: Path
 ) -> None:

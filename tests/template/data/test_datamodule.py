@@ -61,7 +61,7 @@ def test_train_samples_limits_the_training_set(small: list[str], folder: Path) -
 
 @pytest.mark.parametrize(
     ("strategy", "devices"),
-    [("ddp", 4), ("pipeline", 2), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("fsdp", "ddp_spawn"))],
+    [("ddp", 4), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("fsdp", "pipeline", "ddp_spawn"))],
 )
 def test_evaluation_is_exact_on_any_number_of_processes(
     strategy: str, devices: int, alone: Callable[..., Record], short_run: Callable[..., list[Record]], folder: Path

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -28,6 +29,7 @@ def test_generated_images_are_cached(tmp_path: Path) -> None:
     assert len(source.load(tmp_path, "test")[1]) == 20
 
 
+@pytest.mark.slow
 def test_linear_model_stays_under_45_percent() -> None:
     train, test = generate_images(6_000, seed=0), generate_images(2_000, seed=1)
     x, x_test = (torch.from_numpy(images).flatten(1).float() / 255 - 0.5 for images, _ in (train, test))

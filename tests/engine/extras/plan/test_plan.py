@@ -113,7 +113,7 @@ CASES = {
     "bits, hybrid": (4, ["strategy=hybrid", "bit_exact=true", "strategy.schedule=interleaved_1f1b"]),
     "hybrid, fsdp": (4, ["strategy=hybrid", "strategy.data_parallel=fsdp"]),
 }
-_QUICK = ("small buckets", "hybrid", "bits, ddp")
+_QUICK = ("small buckets", "hybrid")
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,7 @@ def test_not_a_number_is_said(tmp_path: Path) -> None:
     assert "lr is not finite at 1 points" in page
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_log_points_are_below_5_megabytes(tmp_path: Path) -> None:
     assert write_page_of(write_run(tmp_path / "long", points=100_000)).stat().st_size < 5_000_000
 
