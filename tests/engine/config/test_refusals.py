@@ -34,20 +34,16 @@ CHOICES = [
 NAMES = [
     ("lr=4", "lr is no option here; did you mean optimizer.lr"),
     ("modle=vit", "modle is no option here; did you mean module or model?"),
-    ("logger.wandb.nam=x", "logger.wandb.nam is no option here; did you mean"),
     ("nowhere.nothing=2", "python train.py --cfg job lists all"),
-    ("+foo=3", "foo is no option here; python train.py --cfg job lists all"),
     ("train=false", "train is no option here; did you mean fit?"),
     ("+gpus=2", "gpus is no option here; did you mean trainer.devices?"),
     ("trainer.deterministic=warn", "(+trainer.deterministic=... adds it to the configuration)"),
     ("+optimizer.lr=2", "An item is already at 'optimizer.lr'. Either remove + prefix: 'optimizer.lr=2'"),
-    ("-m model=mlp,vit lr=4", "lr is no option here; did you mean optimizer.lr?"),
 ]
 VALUES = [
     ("'trainer.max_epochs = 3'", "trainer.max_epochs = 3: LexerNoViableAltException"),
     ("'callbacks.x={a: 1 ]'", "callbacks.x={a: 1 ]: no viable alternative at input"),
     ("~data._target_", "data has no `_target_`: let its file in conf/data name a class or function"),
-    ("fit=yes", "fit=yes: give true or false"),
     ("test=bst", "test=bst: give true, false or best"),
     ("module.tta=shiftt", "module.tta=shiftt: did you mean shift?"),
     ("trainer.devices=none", "trainer.devices=none"),
@@ -61,9 +57,7 @@ PATHS = [
     ("init_from=", "init_from= is empty: give a path"),
     ("predict=", "predict= is empty: give a path"),
     ("ckpt_path=nowhere", "ckpt_path=nowhere"),
-    ("init_from=nowhere", "init_from=nowhere"),
     ("predict=nowhere", "nowhere: there is no such folder, or no image in it"),
-    ("predict=tests", "tests: there is no such folder, or no image in it"),
     ("data=module predict=tests", "has no option predict_dir; set predict=true to predict the samples of its"),
     ("run_dir=/proc/nothing", "cannot make the folder /proc/nothing (No such file or directory): set run_dir"),
     ("sweep=tests", "tests: there is no sweep in that folder"),
@@ -73,12 +67,28 @@ TOGETHER = [  # options that exclude or need each other
     ("trainer.num_nodes=2", "trainer.num_nodes=2"),
     ("launch.min_devices=3 trainer.devices=2", "launch.min_devices=3"),
     ("launch.elastic=true data.batch_size_per_device=8", "launch.elastic=true"),
-    ("launch.elastic=true strategy=ddp strategy.shares=[2,1]", "launch.elastic=true"),
     ("-m doctor=true seed=0,1", "doctor=true checks a single run: leave out -m"),
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), [*CHOICES, *NAMES, *VALUES, *PATHS, *TOGETHER])
+SIMILAR = [  # each to a row above
+    ("logger.wandb.nam=x", "logger.wandb.nam is no option here; did you mean"),
+    ("+foo=3", "foo is no option here; python train.py --cfg job lists all"),
+    ("-m model=mlp,vit lr=4", "lr is no option here; did you mean optimizer.lr?"),
+    ("fit=yes", "fit=yes: give true or false"),
+    ("init_from=nowhere", "init_from=nowhere"),
+    ("predict=tests", "tests: there is no such folder, or no image in it"),
+    ("launch.elastic=true strategy=ddp strategy.shares=[2,1]", "launch.elastic=true"),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        *[*CHOICES, *NAMES, *VALUES, *PATHS, *TOGETHER],
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in SIMILAR),
+    ],
+)
 def test_refused_by_the_command_line(words: str, message: str, folder: Path) -> None:
     if "accelerator=gpu" in words and torch.cuda.is_available():
         pytest.skip("there is a GPU")

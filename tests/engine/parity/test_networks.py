@@ -121,14 +121,13 @@ QUICK = {
     ("shared_in_block", "pipeline x2, interleaved"),
     ("frozen_layers", "pipeline x2, zbv"),
     ("frozen_block", "pipeline x4, gpipe"),
-    ("LoopedList", "hybrid x4"),
     ("inplace_relu", "pipeline x2"),
     ("tuples", "fsdp x2"),
     ("tied", "pipeline x2, interleaved"),
     ("Unused", "ddp x2"),
     ("Unused", "pipeline x2, zbv"),
     ("Skips", "pipeline x4, gpipe"),
-    *(("Tied", place) for place in ("fsdp x2", "pipeline x2", "hybrid x4")),
+    *(("Tied", place) for place in ("fsdp x2", "pipeline x2")),
 }
 ROWS = [
     pytest.param(name, place, id=f"{name}, {place}", marks=[] if (name, place) in QUICK else pytest.mark.slow)
