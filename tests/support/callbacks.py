@@ -45,23 +45,24 @@ class WaitForKills(L.Callback):
         self.at, self.kills = at, kills
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        while trainer.global_step == self.at and self._killed(trainer) < self.kills:
-            self._wait(trainer)
-
-    def _killed(self, trainer: L.Trainer) -> int:
-        return sum(event["event"] == "killed" for event in read_events(Path(trainer.default_root_dir)))
-
-    def _wait(self, trainer: L.Trainer) -> None:
-        time.sleep(0.05)
+        while trainer.global_step == self.at and count_kills(trainer) < self.kills:
+            time.sleep(0.05)
 
 
-class DieOnRankOne(WaitForKills):
-    """Kill rank one in step `at` until the run has been killed so many times."""
+class DieOnRankOne(L.Callback):
+    """Kill rank one in step `at`, unless the run has been killed so many times."""
 
-    def _wait(self, trainer: L.Trainer) -> None:
-        super()._wait(trainer)
-        if trainer.global_rank == 1:
+    def __init__(self, at: int, kills: int) -> None:
+        self.at, self.kills = at, kills
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == self.at and count_kills(trainer) < self.kills:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def count_kills(trainer: L.Trainer) -> int:
+    """Return how many times a run has been killed."""
+    return sum(event["event"] == "killed" for event in read_events(Path(trainer.default_root_dir)))
 
 
 class Breakpoint(L.Callback):
