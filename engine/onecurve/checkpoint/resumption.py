@@ -50,6 +50,10 @@ class ExactResumption(L.Callback):
         """Save nothing of a fit that has not begun: it has no position yet, and an earlier fit may have left a file."""
         for one in _savers_of_errors(trainer) if not self._has_trained else ():
             vars(one)["on_exception"] = None  # Lightning calls no hook that is not callable
+        self._has_trained = False
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        self._has_trained = False  # an error of the next stage may come before its `setup`
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Prepare the optimizers, which Lightning restores after this hook."""
@@ -97,7 +101,10 @@ class ExactResumption(L.Callback):
         self._epoch_steps += 1
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:  # else the run stops within the epoch
+        loop = trainer.fit_loop.epoch_loop
+        # Else the run stops within the epoch. Lightning does not know the last batch of several loaders that a stream
+        # without a length ends.
+        if loop.batch_progress.is_last_batch or not loop.done:
             self._epoch, self._epoch_steps = self._epoch + 1, 0
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:

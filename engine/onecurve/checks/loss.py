@@ -154,9 +154,13 @@ class LossCheck(L.Callback):
 
 
 def _unit_of(loaders: Any) -> int:
-    """Return the fewest samples of the first of several loaders that have whole samples of the others beside them."""
+    """Return the fewest samples of the first of several loaders that have whole samples of the others beside them.
+
+    It is one if the check would otherwise need more samples than a batch has, or a `batch_sampler` hides the size.
+    """
     sizes = [loader.batch_size or 1 for loader in tree_leaves(loaders)]
-    return lcm(*(Fraction(size, sizes[0]).denominator for size in sizes))
+    unit = lcm(*(Fraction(size, sizes[0]).denominator for size in sizes))
+    return unit if 2 * unit <= sizes[0] else 1
 
 
 def _refuse_loss(module: L.LightningModule, passes: list[_Pass], count: int) -> None:

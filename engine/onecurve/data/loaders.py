@@ -35,7 +35,7 @@ from onecurve.data.rank_loader import (
     examples,
     fetches_batches,
 )
-from onecurve.data.streams import EndedByStream, StreamLoader, examine
+from onecurve.data.streams import StreamLoader, examine
 from onecurve.errors import UserError
 from onecurve.patches.lightning_loops import combination_mode
 from onecurve.patches.torch import TreeSpec, tree_flatten, tree_unflatten
@@ -171,8 +171,7 @@ class TrainingLoaders:
         if self.loaders.structure.is_leaf():
             return self.rank_loaders[0]
         together = tree_unflatten(self.rank_loaders, self.loaders.structure)
-        kind = EndedByStream if self.steps is None else CombinedLoader
-        return kind(together, "max_size" if self.loaders.mode == "max_size" else "min_size")
+        return CombinedLoader(together, "max_size" if self.loaders.mode == "max_size" else "min_size")
 
     def resume(self, epoch: int, steps: int, states: Sequence[Any]) -> None:
         """Let the loader of this rank begin after so many steps of an epoch, with the states of streams."""

@@ -15,7 +15,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -37,13 +36,6 @@ _KEPT_STATES = 4  # Lightning fetches a batch or two ahead
 _HASHED = 256  # keys that are computed at once
 _EARLY = 8  # batches, after which training may have changed what the stream holds
 _COUNTED = 1_000_000  # objects, in some 0.2 seconds
-
-
-class EndedByStream(CombinedLoader):
-    """Loaders that end with a stream without a length. Lightning would take that of the others for the epoch's."""
-
-    def __len__(self) -> int:
-        raise TypeError("the length of a stream is not known")
 
 
 @dataclass(eq=False)

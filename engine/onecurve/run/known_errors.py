@@ -60,7 +60,8 @@ def translated_errors(ckpt_path: str | None) -> Iterator[None]:
         if ckpt_path and str(error).startswith("Error(s) in loading state_dict"):
             difference = str(error).splitlines()[1].strip()  # the first line names the class alone
             known = [f"ckpt_path contains another network than this run's; set `module` as in that run ({difference})"]
-            if "_orig_mod." in str(error):
+            lines = str(error).splitlines()[1:]  # the missing names, and the unexpected ones
+            if len(lines) == 2 and sum("_orig_mod." in line for line in lines) == 1:
                 known = [
                     "ckpt_path: torch.compile wraps a network in one of the two runs, which changes the names of its "
                     "weights: compile it in place, as by `self.net.compile()`, which changes none"

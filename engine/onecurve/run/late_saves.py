@@ -27,6 +27,12 @@ class LateSaves(L.Callback):
     | end of the epoch | the last validation, the module's hook, EarlyStopping | what monitors them; incomplete files |
     """
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        for saver in trainer.checkpoint_callbacks:
+            is_last = isinstance(saver, ModelCheckpoint) and saver.CHECKPOINT_NAME_LAST == "last"
+            if is_last and saver.save_weights_only:  # no run could go on from its last.ckpt
+                saver.CHECKPOINT_NAME_LAST = "last-weights"
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._has_plateau = has_plateau_of_steps(trainer)
         self._validation_is_followed = self._has_plateau or is_overridden("on_validation_end", pl_module)
@@ -68,7 +74,8 @@ class LateSaves(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let `save_last` save what trains on, before a callback such as WeightAveraging sets the averaged weights."""
         for saver in self._savers:
-            ModelCheckpoint.on_train_end(saver, trainer, pl_module)  # not the hook of a subclass, which comes later
+            if type(saver).on_train_end is ModelCheckpoint.on_train_end and not saver.save_weights_only:
+                saver.on_train_end(trainer, pl_module)
         self.teardown()
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:

@@ -186,10 +186,8 @@ class Trainer(L.Trainer):
         if is_wanted is not False and not arguments.has_kind(given, LastCheckpoint):
             given["checkpoint"] = LastCheckpoint(folder)
         for one in given.values():
-            if isinstance(one, ModelCheckpoint):
-                one.dirpath = one.dirpath or folder
-                if one.save_weights_only and Path(one.dirpath).resolve() == Path(folder).resolve():
-                    one.CHECKPOINT_NAME_LAST = "last-weights"  # no run could go on from its last.ckpt
+            if isinstance(one, ModelCheckpoint) and one.dirpath is None:
+                one.dirpath = folder
         return dict(sorted(given.items(), key=lambda item: isinstance(item[1], LastCheckpoint)))
 
     def _all_callbacks(self, given: dict[str, L.Callback], timeout: float) -> list[L.Callback]:

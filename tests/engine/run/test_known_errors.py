@@ -38,17 +38,20 @@ def test_a_continued_run_of_another_network(folder: Path) -> None:
 
 
 def test_a_continued_run_without_compilation(folder: Path) -> None:
-    def fit(max_epochs: int, is_compiled: bool) -> None:
+    def fit(max_epochs: int, module: Any) -> None:
         options: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "default_root_dir": folder}
         trainer = onecurve.Trainer(**options, max_epochs=max_epochs, seed=0)
-        module = BoringModel()
-        if is_compiled:
-            module.layer = torch.compile(module.layer, backend="eager")  # type: ignore[assignment]
         trainer.fit(module, DataLoader(RandomDataset(32, 16), batch_size=8), ckpt_path="last")
 
-    fit(1, is_compiled=True)
+    compiled: Any = BoringModel()
+    compiled.layer = torch.compile(compiled.layer, backend="eager")
+    fit(1, compiled)
     with pytest.raises(UserError, match=r"torch.compile wraps.*`self.net.compile\(\)`"):
-        fit(2, is_compiled=False)
+        fit(2, BoringModel())
+    wider: Any = BoringModel()
+    wider.layer = torch.compile(nn.Sequential(nn.Linear(32, 2), nn.Linear(2, 2)), backend="eager")
+    with pytest.raises(UserError, match=r"another network than this run's"):
+        fit(2, wider)
 
 
 class Split(BoringModel):

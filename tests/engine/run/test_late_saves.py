@@ -241,6 +241,30 @@ def test_a_last_checkpoint_after_nothing_better_goes_on(weights_only: bool, fold
     assert all(torch.equal(value, whole[name]) for name, value in fit_epochs("parts", 3).items())
 
 
+def test_weights_alone_are_the_average_at_the_end(folder: Path) -> None:
+    """As in Lightning: no run goes on from them."""
+    saver = ModelCheckpoint(save_top_k=0, save_last=True, save_weights_only=True)
+    trainer = onecurve.Trainer(
+        accelerator="cpu", default_root_dir=folder, max_epochs=1, callbacks=[EMAWeightAveraging(decay=0.9), saver]
+    )
+    module = Validated()
+    trainer.fit(module, DataLoader(RandomDataset(32, 64), batch_size=8))
+    saved = torch.load(folder / "checkpoints" / "last-weights.ckpt")["state_dict"]
+    whole = torch.load(folder / "checkpoints" / "last.ckpt")["current_model_state"]
+    for name, value in module.state_dict().items():
+        assert torch.equal(saved[name], value)
+        assert not torch.equal(saved[name], whole[name])
+
+
+def test_a_fit_that_is_refused_after_one_that_trained_saves_nothing(folder: Path) -> None:
+    saver = OnExceptionCheckpoint(folder, "failed")
+    trainer = onecurve.Trainer(accelerator="cpu", default_root_dir=folder, max_epochs=1, callbacks=[saver])
+    trainer.fit(Validated(), DataLoader(RandomDataset(32, 64), batch_size=8))
+    with pytest.raises(UserError, match=r"return a torch DataLoader"):
+        trainer.fit(Validated(), [1], ckpt_path="last")
+    assert not (folder / "failed.ckpt").exists()
+
+
 class FailsInSanityCheck(Taught):
     def on_validation_start(self) -> None:
         raise UserError("no validation")
