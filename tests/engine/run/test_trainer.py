@@ -32,6 +32,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import (
     BoringDataModule,
     BoringModel,
@@ -110,33 +111,26 @@ def run_demo(file: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> 
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-CLI = """
-import onecurve
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, RandomDataset
-from torch.utils.data import DataLoader
-
-class Data(BoringDataModule):
-    def train_dataloader(self):
-        return DataLoader(RandomDataset(32, 32), batch_size=8, shuffle=True)
-
-if __name__ == "__main__":
-    LightningCLI(BoringModel, Data, trainer_class=onecurve.Trainer, seed_everything_default=0)
-"""
+class FourPerBatch(BoringDataModule):
+    def train_dataloader(self) -> Any:
+        return DataLoader(RandomDataset(32, 16), batch_size=4)
 
 
-def test_lightning_cli(tmp_path: Path) -> None:
-    file = tmp_path / "cli.py"
-    file.write_text(CLI)
-    options = ["--trainer.accelerator=cpu", "--trainer.default_root_dir=run", "--optimizer=Adam"]
-    run_demo(file, "fit", *options, "--trainer.max_epochs=1", "--trainer.devices=1")
-    ranks = ["--trainer.strategy=ddp", "--trainer.devices=2"]
-    run_demo(file, "fit", *options, *ranks, "--trainer.max_epochs=2", "--ckpt_path=last")
-    run_demo(file, "test", *options[:2], "--trainer.devices=1", "--ckpt_path=last")
-    found = {name: OmegaConf.load(tmp_path / "run" / f"{name}.yaml") for name in ("cli_fit", "cli_test", "config")}
+def run_cli(folder: Path, stage: str, *options: str) -> None:
+    words = [stage, "--trainer.accelerator=cpu", f"--trainer.default_root_dir={folder}", "--optimizer=Adam", *options]
+    with mock.patch.dict(os.environ):  # it seeds the process
+        LightningCLI(BoringModel, FourPerBatch, trainer_class=onecurve.Trainer, seed_everything_default=0, args=words)
+
+
+def test_lightning_cli(pool: Pool, folder: Path) -> None:
+    run_cli(folder, "fit", "--trainer.max_epochs=1")
+    two = ["--trainer.strategy=ddp", "--trainer.devices=2"]
+    pool.run(2, run_cli, folder, "fit", *two, "--trainer.max_epochs=2", "--ckpt_path=last")
+    run_cli(folder, "test", "--ckpt_path=last")
+    found = {name: OmegaConf.load(folder / f"{name}.yaml") for name in ("cli_fit", "cli_test", "config")}
     assert found["cli_fit"].trainer.max_epochs == found["config"].trainer.max_epochs == 2
     assert found["cli_fit"].optimizer.class_path == "torch.optim.Adam"
-    assert [one["event"] for one in read_events(tmp_path / "run")] == ["start", "finished", "resume", "finished"]
+    assert [one["event"] for one in read_events(folder)] == ["start", "finished", "resume", "finished"]
 
 
 def test_another_writer_of_checkpoints_is_refused(folder: Path) -> None:
