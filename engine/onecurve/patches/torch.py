@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
@@ -89,9 +88,8 @@ def attention_weights(query: Tensor, key: Tensor, value: Tensor, *args: Any, **o
 def is_compiled(module: nn.Module) -> bool:
     """Return whether a part of a module is compiled: by its own method, as a whole, or its `forward`."""
     return any(
-        isinstance(part, OptimizedModule)
-        or part._compiled_call_impl is not None
-        or hasattr(part.forward, "_torchdynamo_orig_callable")
+        part._compiled_call_impl is not None
+        or any(hasattr(one, "_torchdynamo_orig_callable") for one in (part, part.forward))
         for part in module.modules()
     )
 
