@@ -20,7 +20,7 @@ class Module(L.LightningModule):
     takes_batch = True
 
     def setup(self, stage: str) -> None:
-        """Let each metric allocate its own tensors: a spawned process shares them with its parent."""
+        """Reset each metric, in which a fit that failed may have left samples."""
         for part in self.modules():
             if isinstance(part, Metric):
                 part.reset()
