@@ -94,19 +94,6 @@ def _tensors(net: nn.Module, group: Sequence[fx.Node], called: Sequence[str]) ->
     return {name: tensor for name, tensor in every.items() if name in read or name.startswith(inside)}
 
 
-class _BlockTracer(fx.Tracer):
-    """Tracer that records a call of a block as one node."""
-
-    proxy_buffer_attributes = True  # otherwise a value computed from a buffer would be a constant
-
-    def __init__(self, blocks: Sequence[str]) -> None:
-        super().__init__()
-        self.blocks = blocks
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return module_qualified_name in self.blocks
-
-
 def _trace(net: nn.Module, blocks: Sequence[str], images: Tensor) -> fx.Graph:
     """Return the measured graph of the forward pass: calls of the blocks, and operations between them."""
     if len(inspect.signature(net.forward).parameters) != 1:
@@ -127,9 +114,13 @@ def _trace(net: nn.Module, blocks: Sequence[str], images: Tensor) -> fx.Graph:
 
 
 def _record(net: nn.Module, blocks: Sequence[str]) -> fx.Graph:
+    """Return the graph of the forward pass, in which the call of a block is one node."""
+    tracer: Any = fx.Tracer()
+    tracer.is_leaf_module = lambda module, name: name in blocks
+    tracer.proxy_buffer_attributes = True  # otherwise a value computed from a buffer would be a constant
     attributes, random_state = set(vars(net)), generator_states()
     try:
-        graph = _BlockTracer(blocks).trace(net)
+        graph = tracer.trace(net)
     except Exception as error:  # the forward pass may do anything with the tracer's objects
         cause = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"the forward pass of `model` cannot be traced ({cause}): {_ADVICE}") from error

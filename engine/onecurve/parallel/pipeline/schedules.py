@@ -3,15 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch.distributed.pipelining as pp
 from torch import Tensor
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
 
 from onecurve.errors import UserError
 
@@ -45,16 +38,16 @@ class ScheduleSpec(NamedTuple):
 
 
 SCHEDULES = {
-    "gpipe": ScheduleSpec(ScheduleGPipe),
-    "1f1b": ScheduleSpec(Schedule1F1B),
-    "interleaved_1f1b": ScheduleSpec(ScheduleInterleaved1F1B, stages_per_rank=2),
-    "interleaved_zero_bubble": ScheduleSpec(ScheduleInterleavedZeroBubble, stages_per_rank=2, splits_backward=True),
-    "zbv_zero_bubble": ScheduleSpec(ScheduleZBVZeroBubble, stages_per_rank=2, v_shape=True, splits_backward=True),
+    "gpipe": ScheduleSpec(pp.ScheduleGPipe),
+    "1f1b": ScheduleSpec(pp.Schedule1F1B),
+    "interleaved_1f1b": ScheduleSpec(pp.ScheduleInterleaved1F1B, stages_per_rank=2),
+    "interleaved_zero_bubble": ScheduleSpec(pp.ScheduleInterleavedZeroBubble, stages_per_rank=2, splits_backward=True),
+    "zbv_zero_bubble": ScheduleSpec(pp.ScheduleZBVZeroBubble, stages_per_rank=2, v_shape=True, splits_backward=True),
 }
 
 
 def build_schedule(
-    name: str, stages: list[PipelineStage], microbatches: int, loss: Callable[[Any, Tensor], Tensor] | None
+    name: str, stages: list[pp.PipelineStage], microbatches: int, loss: Callable[[Any, Tensor], Tensor] | None
 ) -> Any:
     """Build torch's schedule, a key of `SCHEDULES`, for the stages of this rank.
 
