@@ -7,9 +7,6 @@ The parts are micro-batches, whose gradients add up in place; or the virtual ran
 (`onecurve/parallel/virtual_ranks.py`). The mean loss of a rank with more or fewer samples than the
 mean of the ranks is weighted by them, so that the mean over the ranks is that of the samples.
 
-In a part its context begins, then come the forward pass, in the first part the reset of the gradients, and the backward
-pass. After the parts `on_before_zero_grad` is called, and what the passes have logged is logged once.
-
 Lightning then clips the gradients, with `bit_exact` by what `onecurve/run/bit_exact.py` sets, and takes the step.
 """
 
@@ -94,8 +91,9 @@ class StepInParts(Optimization):
                 log.end_pass(output.loss)
                 outputs.append(output.extra)
         data.use_samples_of_hooks()
-        table = passes.finish(log.rows())
+        table = log.rows()
         if data.bit_exact:
+            table = passes.finish(table)
             self._check_names(table)
         if backward:  # not within the first pass: the others would see what the hook changes, such as an average
             with _gradients_replaced(kept):
@@ -184,7 +182,3 @@ class _MicroBatchPasses:
             self.trainer.random_numbers.begin_micro_batch(self.trainer)
             yield
             sample_random.check()
-
-    def finish(self, rows: Tensor) -> Tensor:
-        """Return the rows of the table of logged values."""
-        return rows
