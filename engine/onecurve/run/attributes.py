@@ -42,26 +42,24 @@ class Attributes(L.Callback):
         if not self._has_begun_epoch:
             self._restore(trainer, pl_module)
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self._restore(trainer, pl_module)
-
-    on_fit_end = on_train_batch_start  # for a test, if the run had ended before
-
-    def _restore(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def _restore(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any) -> None:
         """Restore the attributes of a checkpoint, once. Every rank must call it."""
         if not self._saved:
             return
-        parts = {**dict(module.named_modules()), **plain_callbacks(trainer)}
-        numbers = {key: one for key, one in _attributes(trainer, module).items() if not isinstance(one, Tensor)}
+        parts = {**dict(pl_module.named_modules()), **plain_callbacks(trainer)}
+        numbers = {key: one for key, one in _attributes(trainer, pl_module).items() if not isinstance(one, Tensor)}
         of_ranks = names_that_differ(numbers)  # such as the seed of a rank, which a hook has set
         for name, value in self._saved.items():
-            path, _, key = name.rpartition(".")
+            path, key = name.rpartition(".")[::2]
             if path in parts and name not in of_ranks:  # edited code may have another path
                 own = vars(parts[path])
                 present = own.get(key)
-                device = present.device if isinstance(present, Tensor) else module.device
+                device = present.device if isinstance(present, Tensor) else pl_module.device
                 own |= {key: value.to(device) if isinstance(value, Tensor) else value}
         self._saved = {}
+
+    on_train_batch_start = _restore
+    on_fit_end = _restore  # for a test, if the run had ended before
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         first = self._first or {}

@@ -209,16 +209,7 @@ class MetricStates(L.Callback):
         if not self._epoch_has_steps:
             self._restore(trainer, pl_module)
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Restore after the module has reset metrics at the start of training, or of the epoch that it continues."""
-        self._restore(trainer, pl_module)
-
-    on_fit_end = on_train_batch_start  # for a test, if the run had ended before
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._restore_means(trainer)
-
-    def _restore_means(self, trainer: L.Trainer) -> None:
+    def _restore_means(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         """Restore a value that Lightning accumulates after its first `self.log`, which begins it."""
         results = results_of(trainer.fit_loop.epoch_loop)
         for name in self._saved.keys() & results.keys():
@@ -231,18 +222,20 @@ class MetricStates(L.Callback):
             (set_states if is_again else add_states)(result, own)
             forget_value(result)
 
+    on_train_batch_end = _restore_means
+
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._restore_means(trainer)  # what the module's hook has logged after the last step, the first of this run
         if self._saved:
             _log.warning("metrics of the checkpoint that this run does not have begin anew: %s", ", ".join(self._saved))
         self._saved = {}
 
-    def _restore(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def _restore(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any) -> None:
         """Set each state on the first rank, and the default on the others; all of them get a mean, and the count."""
         if not self._saved:
             return
-        _fill_trackers(trainer, module, self._saved)
-        metrics, virtual = metrics_of(trainer, module), cast(Any, trainer).virtual_metrics
+        _fill_trackers(trainer, pl_module, self._saved)
+        metrics, virtual = metrics_of(trainer, pl_module), cast(Any, trainer).virtual_metrics
         for name in metrics.keys() & self._saved.keys():
             metric = metrics[name]
             Metric.reset(metric)  # the `reset` of a wrapper would reset other metrics
@@ -256,6 +249,9 @@ class MetricStates(L.Callback):
                 is_mean = reductions(metric).get(key, dim_zero_mean) is dim_zero_mean
                 if is_mean or trainer.datamodule.parallel.dp_rank == 0:
                     setattr(metric, key, value)
+
+    on_train_batch_start = _restore  # after the module's reset at the start of training, or of the epoch that goes on
+    on_fit_end = _restore  # for a test, if the run had ended before
 
 
 class MetricSync(L.Callback):
