@@ -139,9 +139,6 @@ class SeededSamples(Dataset[Any]):
     axis: SampleAxis | None = None
     draws_from_python: bool | None = None
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
     def __getitems__(self, samples: Tensor) -> tuple[Tensor, Any]:
         """Fetch the samples of (2, n) indices and keys; a dataset that has `batches` does so itself."""
         indices, keys = samples
