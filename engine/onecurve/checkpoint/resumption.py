@@ -250,8 +250,8 @@ def _restore_history(trainer: L.Trainer, states: dict[str, Any]) -> None:
 def _restore_early_stopping(trainer: Any, states: dict[str, Any]) -> str | None:
     """Return why an EarlyStopping has ended the run, if so; in the states, a changed patience makes it decide anew."""
     reason = None
-    for callback in trainer.callbacks:
-        state = states.get(callback.state_key) if isinstance(callback, callbacks.EarlyStopping) else None
+    for callback in trainer.early_stopping_callbacks:
+        state = states.get(callback.state_key)
         if state and state.get("patience", callback.patience) != callback.patience:
             states[callback.state_key] = state | {"patience": callback.patience, "stopping_reason_message": None}
         elif state and state.get("stopping_reason_message"):

@@ -28,14 +28,10 @@ class HiddenStateCheck:
     does; with bit_exact=true only a mask may, as that of a causal convolution, because a second normalization rounds.
     If each process has one pass, `ReplicaCheck` finds masks that differ. What a library keeps outside of the module is
     not found. Weights that FSDP gathers for the pass have another shape: `GatheredWeightCheck` compares frozen ones.
-
-    Args:
-        module: the module, before a step.
-        bit_exact: whether the passes are those of virtual ranks.
-        named: the attributes that a warning has named; it adds to them.
     """
 
     def __init__(self, module: nn.Module, bit_exact: bool, named: set[str]) -> None:
+        """Keep the state before a step; a warning adds to the `named` attributes."""
         self._module, self._bit_exact, self._named = module, bit_exact, named
         self._attributes = _hidden_attributes(module)
         self._frozen = _weights(module, are_trained=False)

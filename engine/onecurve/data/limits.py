@@ -9,11 +9,7 @@ from onecurve.errors import UserError
 def apply_limit(option: str, limit: int | float | None, available: int | None, unit: int = 1) -> int | None:
     """Return how many of the `available` steps or samples a limit leaves; None for all of a stream without a length.
 
-    Args:
-        option: the name of the option, for error messages.
-        limit: an integer number of units, a fraction of `available` from 0 to 1, or None for no limit.
-        available: the number of steps or samples; None for those of a stream that does not tell its length.
-        unit: the number of steps or samples in one unit of an integer limit.
+    `limit` is a number of units (of `unit` steps or samples), a fraction of `available` from 0 to 1, or None for all.
 
     Raises:
         UserError: if the limit is no such number, or leaves nothing although it is above 0.

@@ -72,11 +72,7 @@ def describe_experiment(config: DictConfig, data: Any) -> Experiment:
 
 
 def _training_facts(samples: Iterable[tuple[Any, int | None, str | None]]) -> str:
-    """Return what identifies the training samples: their number, and a hash of the indices and labels that they show.
-
-    Args:
-        samples: the dataset of each loader, its number of samples, and a hash of a stream's first samples.
-    """
+    """Return what identifies the `training_samples` of `OrderedData`: their number, and a hash of what they show."""
     content, counts = b"", []
     for dataset, count, digest in samples:
         content += (digest or "").encode() + _content_of(dataset)

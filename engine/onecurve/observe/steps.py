@@ -19,9 +19,7 @@ def trained_steps(trainer: L.Trainer) -> int:
 def is_log_point(trainer: L.Trainer, step: int) -> bool:
     """Return whether training metrics are logged at an optimizer step: the first, the last, and each interval's end.
 
-    Args:
-        trainer: `log_every_n_steps` is the interval, and `last_step` the last step, which `LoopChanges` sets.
-        step: number of the step, counted from one: `trained_steps` after the step, one more before it.
+    Steps count from one: `trained_steps` after a step, one more before it. `LoopChanges` sets `last_step`.
     """
     return step % trainer.log_every_n_steps == 0 or step == 1 or step == getattr(trainer, "last_step", None)
 

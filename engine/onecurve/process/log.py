@@ -19,10 +19,9 @@ REPORT_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable with the path of
 _ERROR_DELAY = 3.0  # seconds in which rank zero ends the others, if all ranks have an error
 _LOST_RANK = ("gloo/transport", "ncclRemoteError")  # in an error of gloo or NCCL
 _trainers = WeakSet[Any]()  # of a script
-# This advice does not apply here: the data is in memory, and the sampler, not the loader, resumes an epoch.
+# This advice does not apply here.
 _IGNORED_WARNINGS = [
-    "does not have many workers",
-    "dataloader is not resumable",
+    "dataloader is not resumable",  # its sampler is
     "Checkpoint directory .* exists",
     "smaller than the logging interval",  # the first and the last step are logged anyway
     "The dirpath has changed",  # for an evaluation, which has a folder of its own

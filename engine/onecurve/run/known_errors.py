@@ -58,9 +58,9 @@ def translated_errors(ckpt_path: str | None) -> Iterator[None]:
     except (AssertionError, KeyError, MisconfigurationException, RuntimeError, ValueError) as error:
         known = [text for words, text in _KNOWN_ERRORS.items() if words in str(error)]
         if ckpt_path and str(error).startswith("Error(s) in loading state_dict"):
-            difference = str(error).splitlines()[1].strip()  # the first line names the class alone
+            _, *lines = str(error).splitlines()  # the class; the missing names, and the unexpected ones
+            difference = lines[0].strip()
             known = [f"ckpt_path contains another network than this run's; set `module` as in that run ({difference})"]
-            lines = str(error).splitlines()[1:]  # the missing names, and the unexpected ones
             if len(lines) == 2 and sum("_orig_mod." in line for line in lines) == 1:
                 known = [
                     "ckpt_path: torch.compile wraps a network in one of the two runs, which changes the names of its "

@@ -245,6 +245,6 @@ def _batch_size(data: Any) -> str:
 
 def _left_out(data: Any) -> str:
     """Return how many samples of an epoch are not trained, because they are no whole batch."""
-    (_, count, _), *others = data.training_samples
-    rest = count % data.global_batch_size if count and not others and data.has_one_size else 0
+    _, count, _ = data.training_samples[0]
+    rest = count % data.global_batch_size if count and data.has_one_size else 0
     return f"; each epoch leaves out {rest} samples" if rest else ""
