@@ -35,6 +35,7 @@ _PROBED, _PROBED_PAIRS = 8, 4  # samples
 # What the loader of a rank takes over from the user's; what makes batches and starts workers aside.
 _OPTIONS = ("timeout", "in_order", "prefetch_factor", "persistent_workers")
 _UNDRAWN = random.Random(0).getstate()
+_Batches = TrainingBatches | EvaluationBatches
 
 
 class RankLoader:
@@ -51,12 +52,7 @@ class RankLoader:
     """
 
     def __init__(
-        self,
-        loader: DataLoader[Any],
-        batches: TrainingBatches | EvaluationBatches,
-        seed: int,
-        device: torch.device,
-        is_divided: bool = False,
+        self, loader: DataLoader[Any], batches: _Batches, seed: int, device: torch.device, is_divided: bool = False
     ) -> None:
         self.dataset: Any = loader.dataset
         self.sampler = self.batch_sampler = batches  # Lightning reads both, and sets the epoch
@@ -100,7 +96,7 @@ class _KeyedBatches(Sampler[Tensor]):
     A key depends on the place in the epoch, so that a sample that occurs twice gets other random numbers.
     """
 
-    def __init__(self, batches: TrainingBatches | EvaluationBatches, seed: int, keep_padding: bool) -> None:
+    def __init__(self, batches: _Batches, seed: int, keep_padding: bool) -> None:
         self.batches, self.seed, self.keep_padding = batches, seed, keep_padding
 
     def __iter__(self) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -57,11 +57,7 @@ def run_rank(cfg: DictConfig) -> Result:
         return run_experiment(cfg)
 
 
-def launch(
-    cfg: DictConfig,
-    around_workers: Callable[[DictConfig], AbstractContextManager[Any]] = nullcontext,
-    job: Job = run_rank,
-) -> Result:
+def launch(cfg: DictConfig, around_workers: Callable[[DictConfig], Any] = nullcontext, job: Job = run_rank) -> Result:
     """Do a job on all ranks of a composed configuration; return the result of rank zero, or of this process's rank.
 
     Args:

@@ -23,12 +23,10 @@ class ProgressBar(RichProgressBar):
 
     _refreshed_at = 0.0
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *of_batch: Any) -> None:
         now, is_last = monotonic(), trainer.is_last_batch or trainer.global_step == trainer.max_steps
         if (now - self._refreshed_at >= 1 / self.refresh_rate or is_last) and not self.is_disabled:
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            super().on_train_batch_end(trainer, pl_module, *of_batch)
             self._refreshed_at = now
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:

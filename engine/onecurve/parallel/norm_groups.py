@@ -65,9 +65,7 @@ class NormGroups(L.Callback):
         for norm in self._norms:
             norm.begin_step()
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, *_: Any) -> None:
         self._steps += 1
         if self._norms and is_checked_step(self._steps):
             _compare_lengths(self._norms)

@@ -45,9 +45,7 @@ class RandomNumbers(L.Callback):
         forget_keys(self._dropouts)
         seed_generators(self._seed(EPOCH_END, trainer.current_epoch), pl_module.device.type)
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, _: Any, batch_idx: int) -> None:
         self._step_or_loader = batch_idx
         self._begin(trainer, self._seed(drawing_epoch(trainer), batch_idx))
         begin_step(self._dropouts)
