@@ -93,7 +93,6 @@ class CSVLogger(Logger):
         self._rows = [row for row in rows if row["step"] < step]
         self._has_old_lines |= len(self._rows) < len(rows)
 
-    @rank_zero_only
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Sync the rows, as the checkpoint is synced: a run goes on from it with these, also if the machine fails."""
         with suppress(OSError), self.file.open("rb") as stream:
