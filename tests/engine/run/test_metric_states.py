@@ -222,3 +222,31 @@ def test_labels_that_a_metric_has_collected_stay_integers_in_a_validation(folder
     trainer = onecurve.Trainer(default_root_dir=folder, max_epochs=1, seed=0, callbacks=Curve(), **options)
     samples: Any = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
     trainer.fit(Measured(), DataLoader(samples, batch_size=8), DataLoader(samples, batch_size=8))
+
+
+class Counts(BoringModel, onecurve.Module):
+    """Counts the batches of a validation, which fails in its second batch if it is to."""
+
+    takes_batch = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.fails = SumMetric(), True
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.fails and batch_idx == 1:
+            raise OSError("a file is missing")
+        self.count(1)
+        self.log("val/count", self.count)
+
+
+def test_a_fit_begins_without_the_samples_of_one_that_failed(tmp_path: Path) -> None:
+    module = Counts()
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "num_sanity_val_steps": 0}
+    options |= {"limit_train_batches": 1, "limit_val_batches": 3}
+    with pytest.raises(OSError, match="missing"):
+        onecurve.Trainer(default_root_dir=tmp_path / "failed", **options).fit(module)
+    module.fails = False
+    trainer = onecurve.Trainer(default_root_dir=tmp_path / "again", **options)
+    trainer.fit(module)
+    assert trainer.callback_metrics["val/count"] == 3
