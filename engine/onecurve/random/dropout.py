@@ -103,7 +103,9 @@ def use_sample_dropout(net: nn.Module) -> None:
     """Replace the `nn.Dropout` layers of a network with `SampleDropout`, in place; the salt is a hash of the name."""
     for name, part in list(net.named_modules(remove_duplicate=False)):
         if type(part) is nn.Dropout:
-            net.set_submodule(name, SampleDropout(part.p, part.inplace))
+            layer = SampleDropout()
+            vars(layer).update(vars(part))  # also its mode, as a frozen part of the network is in that of evaluation
+            net.set_submodule(name, layer)
     salt_by_name(net)
 
 

@@ -44,6 +44,16 @@ def masks(layer: SampleDropout, shape: tuple[int, ...], epoch: int = 0, calls_be
     return layer(torch.ones(SAMPLES, *shape, dtype=torch.float64)).flatten(1) > 0
 
 
+def test_a_layer_keeps_its_mode_and_its_hooks() -> None:
+    """A frozen part of a network is in evaluation mode before a fit, which Lightning leaves so."""
+    net = nn.Sequential(nn.Dropout(RATE, inplace=True)).eval()
+    net[0].register_forward_hook(lambda layer, inputs, output: output + 1)
+    use_sample_dropout(net)
+    assert isinstance(net[0], SampleDropout)
+    assert (net[0].p, net[0].inplace) == (RATE, True)
+    assert torch.equal(net(torch.ones(ELEMENTS)), torch.full((ELEMENTS,), 2.0))
+
+
 @pytest.mark.parametrize("shape", [(ELEMENTS,), (3, 100, 10), (5, 1, 24, 25)])
 def test_masks_look_like_independent_draws(shape: tuple[int, ...]) -> None:
     """Masks of different samples, elements, layers, epochs and calls correlate only by chance."""
