@@ -5,7 +5,7 @@ Lightning's DDPStrategy takes communication hooks as objects, on GPUs only, and 
 
 import inspect
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import lightning as L
@@ -21,6 +21,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from onecurve.errors import UserError, check_choice
 from onecurve.network.precision import scales_loss
@@ -226,8 +227,8 @@ class DDP(DDPStrategy):
             for optimizer in self.optimizers:  # or a hook would change a state that is not that of the steps
                 _share_state(optimizer)
                 optimizer.register_load_state_dict_post_hook(_share_state)
-            for config in self.lr_scheduler_configs:
-                config.scheduler.optimizer = self.optimizers[optimizers.index(config.scheduler.optimizer)]
+            for schedule in [one for config in self.lr_scheduler_configs for one in _with_inner(config.scheduler)]:
+                schedule.optimizer = self.optimizers[optimizers.index(schedule.optimizer)]
 
     def on_train_start(self) -> None:
         """Give the averaging of weights the step that it would have in an uninterrupted run."""
@@ -263,6 +264,15 @@ class DDP(DDPStrategy):
 
 def _name_of(weight: Tensor, module: L.LightningModule) -> str:
     return next((name for name, one in module.named_parameters() if one is weight), "a weight")
+
+
+def _with_inner(schedule: Any) -> Iterator[Any]:
+    """Yield a schedule and those in it, as of a SequentialLR: each of them has the optimizer."""
+    yield schedule
+    for value in vars(schedule).values():
+        for inner in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(inner, LRScheduler):
+                yield from _with_inner(inner)
 
 
 def _share_state(optimizer: Any) -> None:
