@@ -74,13 +74,17 @@ class StreamLoader(EpochStart):
         self.state: Any = None  # of the stream at `start`, from a checkpoint
         self.states: dict[int, Any] = {}  # after each of the last steps of the epoch, if the stream has exact ones
 
+    def set_epoch(self, epoch: int) -> None:
+        if not self.evaluates:  # evaluations draw the same numbers in each epoch, and after a fit
+            super().set_epoch(epoch)
+
     def __len__(self) -> int:
         if self.steps is None:
             raise TypeError("the length of a stream is not known")
         return self.steps * (len(list(self.divide(self.batch_size))) if self.evaluates else 1)
 
     def __iter__(self) -> Iterator[StepParts]:
-        held = _held(self.dataset) if self.epoch == 0 else None
+        held = _held(self.dataset) if self.epoch == 0 and not self.evaluates else None
         steps = _in_worker(self.loader, self._read, self.seed, self.epoch)
         for step, (parts, state) in enumerate(steps, self.start + 1):
             if step == self.start + _EARLY:
