@@ -207,20 +207,21 @@ class Division:
         """
         if not self.bit_exact:
             return [BatchLayout(batch_size, self.parallel, self.accumulate, self.virtual_ranks, self.has_pairs)]
-        self._check_virtual_ranks(batch_size)
+        self.check_virtual_ranks()
+        samples = self.virtual_ranks * (2 if self.has_pairs else 1)
+        if batch_size % samples:
+            raise UserError(
+                f"bit_exact=true: {samples} must divide data.batch_size={batch_size}, for virtual_ranks="
+                f"{self.virtual_ranks}: set the batch size {_multiples(batch_size, samples)}, or other virtual_ranks"
+            )
         ranks = [DataParallelInfo(self.virtual_ranks, number) for number in self.own_virtual_ranks]
         return [BatchLayout(batch_size, rank, has_pairs=self.has_pairs) for rank in ranks]
 
-    def _check_virtual_ranks(self, batch_size: int) -> None:
+    def check_virtual_ranks(self) -> None:
+        """Check that each rank has one, also of an evaluation alone."""
         count, parallel = self.virtual_ranks, self.parallel
-        samples = 2 * count if self.has_pairs else count
         if count & (count - 1):
             raise UserError(f"bit_exact=true: virtual_ranks={count} must be a power of two")
-        if batch_size % samples:
-            raise UserError(
-                f"bit_exact=true: {samples} must divide data.batch_size={batch_size}, for virtual_ranks={count}: set "
-                f"the batch size {_multiples(batch_size, samples)}, or other virtual_ranks"
-            )
         if not all(parallel.virtual_ranks(count, rank) for rank in range(parallel.dp_size)):
             raise UserError(
                 f"bit_exact=true: virtual_ranks={count} leaves one of {parallel.dp_size} data-parallel ranks without "

@@ -340,6 +340,7 @@ class EvaluationLoaders:
         if name == "predict":  # all ranks gather as many predictions
             self.parallel = DataParallelInfo(parallel.dp_size, parallel.dp_rank)
         elif division.bit_exact:
+            division.check_virtual_ranks()
             self.parallel, self.ranks = DataParallelInfo(division.virtual_ranks), list(division.own_virtual_ranks)
 
     def of_rank(self, device: torch.device) -> Any:

@@ -12,8 +12,11 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 import onecurve
+from onecurve.data.layout import DataParallelInfo, Division
+from onecurve.data.loaders import EvaluationLoaders, Loaders
 from onecurve.data.orders import order_of
 from onecurve.errors import UserError
+from onecurve.patches.torch import tree_flatten
 from onecurve.run.experiment import run_experiment
 from tests.support.bits import check_equal_bits
 from tests.support.comparison import TOLERANCE, check_resumed, distances, read_rows
@@ -478,3 +481,35 @@ def test_names_samples_that_are_never_trained(
     trainer.fit(module, loader)
     assert caplog.text.count("the last 2 of 10 samples are never trained") == (not options)
     assert trainer.train_dataloader is loader
+
+
+class Drawn(IterableDataset[Any]):
+    """Draws its samples, and has the number of the epoch in each."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return (torch.rand(32) + self.epoch for _ in range(4))
+
+
+def evaluation(stream: Any, division: Division) -> EvaluationLoaders:
+    loader = DataLoader(stream, 4)
+    return EvaluationLoaders(
+        "val", Loaders("val_dataloader", [loader], tree_flatten(loader)[1], "sequential"), division, 0, None
+    )
+
+
+def test_a_stream_of_an_evaluation_is_the_same_in_each_epoch() -> None:
+    loader, seen = evaluation(Drawn(), Division()).of_rank(torch.device("cpu")), []
+    for epoch in (0, 3):
+        loader.sampler.set_epoch(epoch)  # as Lightning calls it
+        seen.append([part.batch.tolist() for parts in loader for part in parts])
+    assert seen[0] == seen[1]
+
+
+def test_an_evaluation_alone_needs_a_virtual_rank_on_each_rank() -> None:
+    with pytest.raises(UserError, match=r"virtual_ranks=2 leaves one of 4 data-parallel ranks without one"):
+        evaluation(Drawn(), Division(DataParallelInfo(4), virtual_ranks=2, bit_exact=True))
