@@ -150,7 +150,8 @@ def _is_moved(name: str, before: Experiment, now: Experiment) -> bool:
 
 def _changes(before: dict[str, Any], now: dict[str, Any], config: DictConfig) -> dict[str, str]:
     """Return each option that differs by name, with both values; an absent option has its default."""
-    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    pairs = {name: (before.get(name), now.get(name)) for name in before.keys() | now.keys()}
+    names = sorted(name for name, (old, new) in pairs.items() if old != new and repr(old) != repr(new))  # NaN is NaN
     values = {name: [part.get(name, default_value(config, name)) for part in (before, now)] for name in names}
     return {name: f"{name}={as_typed(old)} (now {as_typed(new)})" for name, (old, new) in values.items()}
 

@@ -208,6 +208,8 @@ def test_a_checkpoint_without_an_experiment_is_refused(without: dict[str, Any]) 
 def test_an_unchanged_run_is_the_same_experiment(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, LOGGER)
     assert continue_experiment(checkpoint(), current(), config()) == current()
+    before, now = ({"module.clip": float(text)} for text in ("nan", "NaN"))  # of which none is equal to itself
+    continue_experiment(checkpoint(**before), current("code", **now), config())
     assert caplog.messages == []
 
 
