@@ -96,7 +96,8 @@ def _as_plain(value: Any) -> Any:
         return value.item()
     if OmegaConf.is_config(value):
         return plain_config(value)
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else value
+    # A copy, as of an array whose order is reversed, which torch does not take.
+    return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else value
 
 
 def _without_objects(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -15,9 +15,9 @@ class FiniteCheck(L.Callback):
     """Stops a run that has diverged.
 
     The loss is checked at every log point: what the step returns, where all ranks stop together, or `train/loss` of a
-    module that takes weighted batches, which is the same on every rank. All weights are checked before a checkpoint is
-    saved. If ranks hold different weights, or no `train/loss` is logged, one rank may stop alone; the launcher then
-    ends the others.
+    module that takes weighted batches, which is the same on every rank. All trained weights are checked before a
+    checkpoint is saved; a buffer, such as a mask of attention, may be infinite. If ranks hold different weights, or no
+    `train/loss` is logged, one rank may stop alone; the launcher then ends the others.
     """
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
@@ -28,13 +28,12 @@ class FiniteCheck(L.Callback):
             loss = float(trainer.callback_metrics.get("train/loss", loss))
             if not math.isfinite(loss):
                 raise _divergence(trainer, f"train/loss is {loss}")
-        elif not trainer.strategy.reduce_boolean_decision(math.isfinite(float(loss))):
+        elif not trainer.strategy.reduce_boolean_decision(bool(torch.as_tensor(loss).isfinite().all())):
             raise _divergence(trainer, "the training loss is not finite")
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        for name, tensor in checkpoint["state_dict"].items():
-            local = to_local(tensor)
-            if local.is_floating_point() and not torch.isfinite(local).all():
+        for name, weight in pl_module.named_parameters():
+            if weight.requires_grad and not to_local(weight).isfinite().all():
                 raise _divergence(trainer, f"{name} is not finite")
 
 

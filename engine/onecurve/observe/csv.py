@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from lightning.pytorch.loggers.logger import DummyExperiment, Logger
 from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
 
 from onecurve.records.files import CONFIG, METRICS, atomic_write, is_of_test
 
@@ -59,8 +60,8 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Write the resolved configuration, from which the run can be resumed; those of a module do not replace it."""
-        if self.has_config and "runtime" not in params:
+        """Write the resolved configuration, from which the run can be resumed; those of a module are in checkpoints."""
+        if "runtime" not in params:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.folder / CONFIG) as temporary:
@@ -72,7 +73,7 @@ class CSVLogger(Logger):
         rows = self._read()
         if step is None:
             step = rows[-1]["step"] if rows else 0
-        row = {"step": step} | metrics
+        row = {"step": step} | {name: one.item() if isinstance(one, Tensor) else one for name, one in metrics.items()}
         place = bisect_right(rows, step, key=itemgetter("step"))  # behind the rows of this step and of earlier ones
         known = rows[place - 1] if place and rows[place - 1]["step"] == step else None
         if known is None or _is_second_test(known, metrics):

@@ -112,11 +112,12 @@ class EMA(L.Callback):
 
 
 def _clone(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return with_versions({name: tensor.clone() for name, tensor in state.items()}, state)
+    # `get_extra_state` of a layer may return any object.
+    return with_versions({name: one.clone() if isinstance(one, Tensor) else one for name, one in state.items()}, state)
 
 
 def _local_tensors(module: L.LightningModule) -> dict[str, Tensor]:
-    return {name: to_local(tensor) for name, tensor in module.state_dict().items()}
+    return {name: to_local(one) for name, one in module.state_dict().items() if isinstance(one, Tensor)}
 
 
 def _copy_in_float32(module: L.LightningModule) -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ def run_experiment(cfg: DictConfig) -> Result:
         if isinstance(interrupted.__context__, KeyboardInterrupt):  # Lightning replaces it (trainer/call.py)
             raise KeyboardInterrupt from None
         raise
-    metrics = {name: float(value) for name, value in trainer.final_metrics.items()}
+    metrics = {name: float(value) for name, value in trainer.final_metrics.items() if value.numel() == 1}
     if trainer.is_global_zero:
         # `ddp_spawn` restores this count in the main process, but not `global_step`.
         append_event(cfg.run_dir, "finished", steps_of_loggers(trainer) if cfg.fit else None)

@@ -105,7 +105,8 @@ class RunRecorder(L.Callback):
         checkpoint["config"] = self._config_text or OmegaConf.to_yaml(self.config)  # none if the fit did not begin
         checkpoint["experiment"] = asdict(self._experiment) if self._experiment else None
         checkpoint["numerics"] = numerics(pl_module)
-        checkpoint["metrics"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        numbers = {name: one for name, one in trainer.callback_metrics.items() if torch.as_tensor(one).numel() == 1}
+        checkpoint["metrics"] = {name: float(value) for name, value in numbers.items()}  # no confusion matrix
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.training and self._experiment:

@@ -15,13 +15,13 @@ from tests.support.comparison import read_rows
 
 def test_writes_one_row_per_step_immediately(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
-    logger.log_hyperparams({"seed": 1})
+    logger.log_hyperparams({"runtime": 1})
     logger.log_metrics({"loss": 0.1}, step=1)
     assert read_rows(tmp_path) == [{"step": "1", "epoch": "", "loss": "0.1"}]
     logger.log_metrics({"loss": 0.2, "epoch": 0}, step=2)
     logger.log_metrics({"acc": 0.5}, step=2)
     assert read_rows(tmp_path)[1] == {"step": "2", "epoch": "0", "loss": "0.2", "acc": "0.5"}
-    assert (tmp_path / "config.yaml").read_text() == "seed: 1\n"
+    assert (tmp_path / "config.yaml").read_text() == "runtime: 1\n"
 
 
 def test_continues_on_a_full_disk(
@@ -100,7 +100,7 @@ def test_other_ranks_write_nothing(tmp_path: Path, not_rank_zero: None) -> None:
     text = "step,epoch,loss\n1,0,0.5\n2,0"  # of the last line the first rank has written a part
     (tmp_path / "metrics.csv").write_text(text)
     logger = CSVLogger(tmp_path)
-    logger.log_hyperparams({"seed": 1})
+    logger.log_hyperparams({"runtime": 1})
     logger.log_metrics({"loss": 0.1}, step=2)
     logger.cut(0)
     assert read(tmp_path) == text

@@ -1,0 +1,130 @@
+"""What modules, callbacks and loggers of plain Lightning may hold and log, beside finite numbers of one element."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch import nn
+from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassConfusionMatrix
+
+import onecurve
+from tests.support.comparison import read_rows
+
+
+class Noted(nn.Linear):
+    """Saves a text beside its tensors."""
+
+    note = ""
+
+    def get_extra_state(self) -> Any:
+        return {"note": self.note}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state["note"]
+
+
+class Unusual(BoringModel):
+    """Has a mask of attention, extra state, and a metric with several values, and logs in its own ways."""
+
+    def __init__(self, width: float = float("nan")) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer: Any = Noted(32, 2)
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+        self.confusion = MulticlassConfusionMatrix(2)
+
+    def setup(self, stage: str) -> None:
+        logger: Any = self.logger
+        logger.log_hyperparams(self.hparams)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.confusion(torch.zeros(len(batch), dtype=torch.int64), torch.ones(len(batch), dtype=torch.int64))
+        self.log("confusion", self.confusion, logger=False)
+
+    def on_validation_epoch_end(self) -> None:
+        logger: Any = self.logger
+        logger.log_metrics({"weight": self.layer.weight.detach()[0, 0]}, self.global_step)
+
+
+class Reversed(L.Callback):
+    """Keeps an array in reverse order."""
+
+    found: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"array": np.arange(3.0)[::-1]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.found = state_dict["array"].tolist()
+
+
+def fit(folder: Path, module: L.LightningModule, epochs: int = 1, **options: Any) -> None:
+    options |= {"devices": 1, "accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = onecurve.Trainer(default_root_dir=folder, max_epochs=epochs, log_every_n_steps=1, **options)
+    loader = DataLoader(RandomDataset(32, 16), batch_size=8)
+    trainer.fit(module, loader, loader, ckpt_path="last")
+
+
+def test_unusual_values_are_saved_logged_and_restored(folder: Path) -> None:
+    first = Unusual()
+    first.layer.note = "kept"
+    fit(folder, first, callbacks=[onecurve.EMA(), Reversed()])
+    cells = [row["weight"] for row in read_rows(folder) if row["weight"]]
+    assert len(cells) == 2  # of the sanity check, and of the epoch
+    assert all(abs(float(cell)) < 1 for cell in cells)
+    second, callback = Unusual(), Reversed()
+    fit(folder, second, epochs=2, callbacks=[onecurve.EMA(), callback])
+    assert second.layer.note == "kept"
+    assert callback.found == [2, 1, 0]
+
+
+class Adversarial(BoringModel):
+    """Optimizes manually, and returns the losses of its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = self(batch).square().mean(1)
+        if batch_idx:
+            losses = losses * torch.tensor([1.0] * 7 + [float("nan")])
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(losses.mean())
+        optimizer.step()
+        return losses
+
+
+def test_each_of_several_losses_is_finite(folder: Path) -> None:
+    with pytest.raises(onecurve.DivergedUserError, match="the training loss is not finite at step 2"):
+        fit(folder, Adversarial())
+
+
+class Scheduled(BoringModel):
+    """Warms up, and then decays, by a schedule of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        parts: list[Any] = [torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 1)]
+        parts.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1))
+        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [2])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def test_zero_follows_a_schedule_of_several(folder: Path) -> None:
+    module = Scheduled()
+    fit(folder, module, epochs=2, strategy=onecurve.DDP(shard_optimizer=True), limit_val_batches=0)
+    assert module.rates == pytest.approx([0.05, 0.1, 0.1, 0.01])
