@@ -243,8 +243,8 @@ def _restore_history(trainer: L.Trainer, states: dict[str, Any]) -> None:
         if isinstance(callback, callbacks.ModelCheckpoint) and state:
             callback.current_score = state["current_score"]
             # A file in another folder is a copy from another run, and a new history begins.
-            if Path(str(callback.dirpath)) == folder:
-                states[callback.state_key] = _replace_folder(state, state["dirpath"], str(folder))
+            if Path(str(callback.dirpath)).resolve() == folder:
+                states[callback.state_key] = _replace_folder(state, state["dirpath"], str(callback.dirpath))
 
 
 def _restore_early_stopping(trainer: Any, states: dict[str, Any]) -> str | None:

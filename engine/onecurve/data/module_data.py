@@ -65,7 +65,8 @@ class ModuleData(L.LightningDataModule):
         """Set a module up that has loaders, and may make its datasets; Lightning would ask for the loaders before."""
         if any(map(self._has_loader, ("train", "val", "test", "predict"))):
             type(self._module).setup(self._module, stage)
-            self._module.setup = lambda stage: None  # Lightning calls it next
+            attributes = vars(self._module)
+            attributes["setup"] = lambda stage: attributes.pop("setup")  # Lightning calls it next, once
 
     def train_dataloader(self) -> Any:
         return self._loader("train")

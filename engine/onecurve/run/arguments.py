@@ -74,6 +74,12 @@ def check_arguments(seed: Any, virtual_ranks: Any, bit_exact: Any, kwargs: dict[
         )
 
 
+def check_is_local(option: str, folder: Any) -> None:
+    """Raise a UserError for a URL, which would become the name of a local folder."""
+    if "://" in str(folder):
+        raise UserError(f"{option}={folder} is no folder of this machine: give one, and copy the files after the run")
+
+
 def check_precision(precision: Any, accelerator: Any) -> None:
     """Raise a UserError for float16 on a CPU: Lightning would take bfloat16, as another experiment has it by name."""
     if isinstance(accelerator, CPUAccelerator) and scales_loss(precision):
@@ -86,6 +92,8 @@ def check_callbacks_are_possible(callbacks: dict[str, L.Callback]) -> None:
     A callback that takes the worst value of a metric for the best one is named in a warning.
     """
     for name, one in callbacks.items():
+        if isinstance(one, ModelCheckpoint):
+            check_is_local(f"{name}.dirpath", one.dirpath)
         if isinstance(one, EarlyStopping | ModelCheckpoint) and one.monitor:
             better = _BETTER.get(re.split(r"[/_.]", one.monitor)[-1], one.mode)
             if one.mode != better:

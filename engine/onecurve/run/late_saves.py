@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,6 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from onecurve.checkpoint.resumption import has_plateau_of_steps
+from onecurve.records.files import CHECKPOINTS
+from onecurve.run.saving import LastCheckpoint
 
 
 class LateSaves(L.Callback):
@@ -28,7 +31,12 @@ class LateSaves(L.Callback):
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        # `last.ckpt` has the state of the others, also of those that the module has made (`configure_callbacks`).
+        made: Any = trainer
+        made.callbacks = sorted(made.callbacks, key=lambda one: isinstance(one, LastCheckpoint))
         for saver in trainer.checkpoint_callbacks:
+            if isinstance(saver, ModelCheckpoint):
+                saver.dirpath = saver.dirpath or str(Path(trainer.default_root_dir) / CHECKPOINTS)
             is_last = isinstance(saver, ModelCheckpoint) and saver.CHECKPOINT_NAME_LAST == "last"
             if is_last and saver.save_weights_only:  # no run could go on from its last.ckpt
                 saver.CHECKPOINT_NAME_LAST = "last-weights"

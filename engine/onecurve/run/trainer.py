@@ -130,6 +130,7 @@ class Trainer(L.Trainer):
         self.seed = int(os.environ.get(_USERS_SEED) or 0) if seed is None else seed
         self.virtual_ranks = (4 if bit_exact else 1) if virtual_ranks is None else virtual_ranks
         arguments.check_arguments(self.seed, self.virtual_ranks, bit_exact, kwargs)
+        arguments.check_is_local("default_root_dir", default_root_dir)
         self.bit_exact, self.accumulate, self.sync_batchnorm = bit_exact, accumulate_grad_batches, sync_batchnorm
         # OrderedData applies these limits, because Lightning would count micro-batches.
         self.limits = {name: kwargs.pop(f"limit_{name}_batches", None) for name in ("train", "val", "test", "predict")}
@@ -181,14 +182,14 @@ class Trainer(L.Trainer):
             tune_malloc()
 
     def _with_last_checkpoint(self, given: dict[str, L.Callback], is_wanted: bool | None) -> dict[str, L.Callback]:
-        """Return the given callbacks, with one that saves the last state, behind the others, whose state it saves."""
+        """Return the given callbacks, with one that saves the last state."""
         folder = str(self._folder / CHECKPOINTS)
         if is_wanted is not False and not arguments.has_kind(given, LastCheckpoint):
             given["checkpoint"] = LastCheckpoint(folder)
         for one in given.values():
             if isinstance(one, ModelCheckpoint) and one.dirpath is None:
                 one.dirpath = folder
-        return dict(sorted(given.items(), key=lambda item: isinstance(item[1], LastCheckpoint)))
+        return given
 
     def _all_callbacks(self, given: dict[str, L.Callback], timeout: float) -> list[L.Callback]:
         """Return the callbacks of every run around those given, in the order of their hooks.

@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 
+import onecurve
 from tests.support.comparison import read_rows
 from tests.support.experiments import SHORT, SHORT_EPOCH
 from tests.support.interruption import die, run_on_ranks
@@ -94,3 +97,32 @@ def test_copied_checkpoint_starts_a_new_history(small: list[str], folder: Path) 
     torch.save(last, folder / "copied.ckpt")
     fit(compose(folder / "there", *small, *TASK, f"ckpt_path={folder}/copied.ckpt"))
     assert (folder / "there" / "checkpoints" / "best.ckpt").is_file()
+
+
+class Worsens(BoringModel):
+    """Has its best epoch first, and a callback of its own that keeps the best."""
+
+    def configure_callbacks(self) -> Any:
+        return [ModelCheckpoint(monitor="val_loss", filename="best")]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", float(self.current_epoch))
+
+
+def test_the_best_of_a_module_survives_in_a_folder_with_another_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its path is relative, and the run goes on in another working directory."""
+    options: dict[str, Any] = {"accelerator": "cpu", "limit_train_batches": 2, "limit_val_batches": 1, "logger": False}
+    for place, path in ((folder, "run"), (folder / "sub", "../run")):
+        place.mkdir(parents=True, exist_ok=True)
+        monkeypatch.chdir(place)
+        trainer = onecurve.Trainer(default_root_dir=path, max_epochs=1 + (path != "run"), **options)
+        trainer.fit(Worsens(), ckpt_path="last")
+        (state,) = (
+            state
+            for name, state in torch.load(folder / "run" / "checkpoints" / "last.ckpt")["callbacks"].items()
+            if name.startswith("ModelCheckpoint")
+        )
+        assert (Path(state["best_model_path"]), state["best_model_score"]) == (Path(path, "checkpoints/best.ckpt"), 0)
+    assert torch.load(folder / "run" / "checkpoints" / "best.ckpt")["epoch"] == 0

@@ -454,6 +454,13 @@ def test_a_loss_that_is_a_layer(folder: Path) -> None:
 
 def test_data_modules_and_the_loaders_of_a_module(folder: Path) -> None:
     class OwnLoaders(Boring):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stages: list[str] = []
+
+        def setup(self, stage: str) -> None:
+            self.stages.append(str(self.trainer.state.fn.value))
+
         def train_dataloader(self) -> Any:
             return DataLoader(RandomDataset(32, 64), batch_size=8)
 
@@ -461,9 +468,21 @@ def test_data_modules_and_the_loaders_of_a_module(folder: Path) -> None:
     one = trainer(folder)
     one.fit(Boring(), data, weights_only=True)  # a DataModule in the place of a loader, as Lightning takes it
     assert one.datamodule is one.ordered_data(data)
-    other = trainer(folder.with_name("own"))
-    other.fit(OwnLoaders())
+    other, module = trainer(folder.with_name("own")), OwnLoaders()
+    other.fit(module)
     assert other.global_step == 8
+    other.test(module, BoringDataModule(), verbose=False)
+    assert module.stages == ["fit", "test"]
+
+
+@pytest.mark.parametrize("of_callback", [False, True])
+def test_a_url_is_no_folder(of_callback: bool, folder: Path) -> None:
+    """It would become a folder of that name in the working directory."""
+    saver = ModelCheckpoint(folder)
+    saver.dirpath = "s3://bucket/run"  # its constructor connects
+    options: dict[str, Any] = {"callbacks": [saver]} if of_callback else {"default_root_dir": saver.dirpath}
+    with pytest.raises(UserError, match=r"(ModelCheckpoint\.dirpath|default_root_dir)=s3://bucket/run is no folder"):
+        onecurve.Trainer(**QUIET, **options)
 
 
 def test_a_run_is_not_overwritten(folder: Path) -> None:
