@@ -47,8 +47,7 @@ class RankLoader:
     `Batch`; and `move_to(device)`, which may move the samples, returns whether these batches are then on the device. If
     so, the indices of an epoch are sent at once, without a host-device synchronization.
 
-    The rank's `batches` are indices, and those of an optimizer step come at once. `is_divided` says whether other ranks
-    or micro-batches hold parts of the same global batch.
+    `batches` are those of the rank, as indices. With `is_divided`, others hold parts of the same global batch.
     """
 
     def __init__(
@@ -145,7 +144,8 @@ class SeededSamples(Dataset[Any]):
             seed_generators(int(hash_ints(int(keys[0]))))
             with refuse_draws("collate_fn", self.is_divided and self.collate is not default_collate):
                 batch = self.collate(items)
-            made = self.axis.samples_in(batch) if self.is_divided and self.axis else len(items)
+            is_lost = self.is_divided and batch is None  # Lightning would skip the step, on this rank alone
+            made = 0 if is_lost else self.axis.samples_in(batch) if self.is_divided and self.axis else len(items)
             if made != len(items):
                 raise UserError(
                     f"collate_fn makes a batch of {made:g} samples from {len(items)}, so the curve would depend on the "

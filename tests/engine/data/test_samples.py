@@ -193,6 +193,15 @@ def test_a_part_of_a_batch_must_keep_its_samples(width: int) -> None:
         SeededSamples(**batches, **options).__getitems__(positions)
 
 
+@pytest.mark.parametrize("axis", [None, SampleAxis(0, 0, 1)])
+def test_a_part_of_a_batch_must_not_be_left_out(axis: SampleAxis | None) -> None:
+    """Lightning skips the step of a batch that is None, on the rank alone that has it."""
+    positions = torch.tensor([[0, 1], [7, 8]])
+    with pytest.raises(UserError, match="collate_fn makes a batch of 0 samples from 2"):
+        SeededSamples(Squares(), lambda items: None, is_divided=True, axis=axis).__getitems__(positions)
+    assert SeededSamples(Squares(), lambda items: None).__getitems__(positions)[1] is None
+
+
 def test_collate_must_not_draw_for_a_part() -> None:
     samples = SeededSamples(Squares(), lambda items: draws(), is_divided=True)
     with pytest.raises(UserError) as caught:
