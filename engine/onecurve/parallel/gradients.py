@@ -35,7 +35,7 @@ def clip_by_norm_over(
     parameters = weights_of([optimizer])
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if is_bit_exact:  # under every strategy (`BitExactness` of `onecurve/run/bit_exact.py`)
-        norm = order_free_norm(gradients, parameters[0].device, group).to(parameters[0].dtype)
+        norm = order_free_norm(gradients, parameters[0].device, group).to(parameters[0].dtype.to_real())
     else:
         squared_norm = to_full_tensor(nn.utils.get_total_norm(gradients)) ** 2
         dist.all_reduce(squared_norm, group=group)
