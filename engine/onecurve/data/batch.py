@@ -148,7 +148,7 @@ def _join_leaves(*values: Any) -> Any:
         return torch.cat(values)
     if isinstance(first, Tensor) and first.ndim == 0 and first.is_floating_point():
         return torch.stack(values).mean()
-    is_shared = isinstance(first, str | int | float) and all(value == first for value in values)
+    is_shared = isinstance(first, str | int | float | None) and all(value == first for value in values)
     return first if is_shared else list(values)
 
 

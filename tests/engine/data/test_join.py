@@ -46,6 +46,7 @@ def plain(value: Any) -> Any:
         ([[rows(1, 2), rows(5, 6)], [rows(3, 4), rows(7, 8)]], (2, 2), [[1, 2, 3, 4], [5, 6, 7, 8]]),
         ([[rows(1, 2), torch.tensor(1.0)], [rows(3, 4), torch.tensor(2.0)]], (2, 2), [[1, 2, 3, 4], 1.5]),
         ([Pair(rows(1), ["a"]), Pair(rows(2), ["b"])], (1, 1), [[1, 2], ["a", "b"]]),
+        ([{"x": rows(1), "mask": None}, {"x": rows(2), "mask": None}], (1, 1), {"x": [1, 2], "mask": None}),
         # Parts of different sizes, at any depth.
         (
             [OrderedDict(of=({"name": ["a", "b"]}, rows(1, 2))), OrderedDict(of=({"name": ["c"]}, rows(3)))],
@@ -63,7 +64,7 @@ def plain(value: Any) -> Any:
         ([{"name": ["a", "b"]}, {"name": ["c", "d"]}], (None, None), {"name": [["a", "c"], ["b", "d"]]}),
         ([{"name": ["a", "b"]}, {"name": ["c"]}], (None, None), {"name": [["a", "b"], ["c"]]}),
         ([{"a": 1}, {"b": 1}], (1, 1), [{"a": 1}, {"b": 1}]),
-        ([None, None], (1, 1), [None, None]),
+        ([None, None], (1, 1), None),
     ],
 )
 def test_joins(batches: list[Any], sizes: tuple[int | None, ...], expected: Any) -> None:
