@@ -31,9 +31,9 @@ class PredictionWriter(L.Callback):
 
     def __init__(self, folder: Path, of_images: bool) -> None:
         self.file, self.of_images = folder / ("predictions.csv" if of_images else "predictions.pt"), of_images
-        self._batches: dict[int, list[tuple[Tensor, Any]]] = {}  # of each loader
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._batches: dict[int, list[tuple[Tensor, Any]]] = {}  # of each loader
         self._datasets = [loader.dataset for loader in tree_leaves(trainer.predict_dataloaders)]
         if self.of_images and not (len(self._datasets) == 1 and fetches_batches(self._datasets[0])):
             raise UserError(

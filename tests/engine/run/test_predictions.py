@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import OmegaConf
 from PIL import Image
+from torch.utils.data import DataLoader
 
+import onecurve
 from onecurve.config.resolve import runs_in_single_process
 from onecurve.errors import UserError
 from onecurve.run.experiment import run_experiment
-from onecurve.run.predictions import _in_order
+from onecurve.run.predictions import PredictionWriter, _in_order
 from onecurve.targets import build
 from src.data.sources.shapes import CLASSES
 from tests.support.commands import run_here
@@ -123,3 +126,13 @@ def test_outputs_of_different_sizes_have_the_order_of_the_dataset() -> None:
     assert found["sample_index"].tolist() == index.tolist() == [*range(5)]
     assert outputs["names"] == ["0", "1", "2", "3", "4"]
     assert [(int(row[0]), len(row)) for row in outputs["tags"]] == [(0, 3), (1, 4), (2, 3), (3, 5), (4, 2)]
+
+
+def test_a_second_prediction_replaces_the_first(folder: Path) -> None:
+    options: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "default_root_dir": folder}
+    trainer, module = onecurve.Trainer(callbacks=[PredictionWriter(folder, of_images=False)], **options), BoringModel()
+    for bias in (1.0, 2.0):
+        torch.nn.init.constant_(module.layer.bias, bias)
+        trainer.predict(module, DataLoader(torch.zeros(4, 32), 2))  # type: ignore[arg-type]
+        (predicted,) = torch.load(folder / "predictions.pt")
+        assert predicted["predictions"].unique().tolist() == [bias]
