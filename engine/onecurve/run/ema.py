@@ -45,18 +45,18 @@ class EMA(L.Callback):
         self._average = _copy_in_float32(pl_module)
         if self._restored_average:
             self._swap_weights(trainer, pl_module)
-            self._load_restored_average(trainer)
+            self._load_restored_average(trainer, pl_module)
             self._average = _copy_in_float32(pl_module)
             self._swap_weights(trainer, pl_module)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._restored_average:  # training did not start, because the run was finished already
-            self._load_restored_average(trainer)
+            self._load_restored_average(trainer, pl_module)
         self._average, self._training_weights = {}, {}
 
-    def _load_restored_average(self, trainer: L.Trainer) -> None:
+    def _load_restored_average(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Load the average into the module; the strategy gives each rank its shards of the full tensors."""
-        trainer.strategy.load_model_state_dict({"state_dict": self._restored_average})
+        trainer.strategy.load_model_state_dict({"state_dict": self._restored_average}, strict=module.strict_loading)
         self._restored_average = {}
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -75,7 +75,8 @@ class EMA(L.Callback):
         """Keep the checkpoint's average until training starts, and load the weights in training."""
         if trainer.training and "training_state_dict" in checkpoint:
             self._restored_average = checkpoint["state_dict"]
-            trainer.strategy.load_model_state_dict({"state_dict": checkpoint["training_state_dict"]})
+            weights = {"state_dict": checkpoint["training_state_dict"]}
+            trainer.strategy.load_model_state_dict(weights, strict=pl_module.strict_loading)
 
     @torch.no_grad()
     def _update_average(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any) -> None:
