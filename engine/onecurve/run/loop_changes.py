@@ -9,6 +9,7 @@ from unittest import mock
 import lightning as L
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BasePredictionWriter
+from torch.nn.parameter import is_lazy
 
 from onecurve.checks.schedules import plateau_configs
 from onecurve.errors import UserError
@@ -53,6 +54,9 @@ class PreparingConnector(CheckpointConnector):
         module = trainer.lightning_module
         trainer.precision_plugin.convert_module(module)
         use_sample_dropout(module)
+        for name, weight in module.named_parameters() if trainer.state.fn == "fit" else ():
+            if is_lazy(weight):
+                raise UserError(f"{name} has no shape yet: call its layer with an example in setup or configure_model")
         for callback in trainer.callbacks:
             if isinstance(callback, NormGroups):
                 callback.setup(trainer, module, trainer.state.fn)

@@ -128,3 +128,29 @@ def test_zero_follows_a_schedule_of_several(folder: Path) -> None:
     module = Scheduled()
     fit(folder, module, epochs=2, strategy=onecurve.DDP(shard_optimizer=True), limit_val_batches=0)
     assert module.rates == pytest.approx([0.05, 0.1, 0.1, 0.01])
+
+
+class LeavesOut(BoringModel):
+    """Saves no frozen weights, which it takes from another file."""
+
+    strict_loading = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: one for name, one in super().state_dict(*args, **kwargs).items() if "frozen" not in name}
+
+
+def test_an_average_may_lack_weights_that_a_module_leaves_out(folder: Path) -> None:
+    for epochs in (1, 2):
+        fit(folder, LeavesOut(), epochs, callbacks=[onecurve.EMA()])
+    assert torch.load(folder / "checkpoints" / "last.ckpt")["epoch"] == 1
+
+
+def test_a_layer_without_a_shape_is_named(folder: Path) -> None:
+    module = BoringModel()
+    module.head = nn.LazyLinear(2)
+    with pytest.raises(onecurve.UserError, match=r"head\.weight has no shape yet: call its layer with an example"):
+        fit(folder, module)
