@@ -6,7 +6,6 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
 
@@ -87,7 +86,7 @@ def build_trainer(cfg: DictConfig) -> Trainer:
             # Without a bar among the callbacks, Lightning would add its own.
             enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks.values()),
         )
-    except (MisconfigurationException, ValueError) as error:
+    except ValueError as error:
         message = " ".join(str(error).split())
         raise UserError(f"an option of `trainer`, `strategy` or `callbacks` is invalid: {message}") from error
     if cfg.fit and cfg.test == "best" and not monitoring(trainer):

@@ -14,6 +14,12 @@ _CHOOSES_ELEMENTS = (
 # Errors of the user for which Lightning has no exception of its own, by some words, and what to say instead.
 _KNOWN_ERRORS = {
     "Early stopping conditioned on metric": "",
+    "Allowed precision values": "",
+    "`num_nodes` must be a positive integer": "",
+    "Found more than one stateful callback": (
+        "two callbacks of a class, such as ModelCheckpoint, have the same `monitor` and the same intervals, by which "
+        "checkpoints tell their states apart: change one of these options, or leave one callback out"
+    ),
     "It looks like your LightningModule has parameters that were not used": (
         "a backward pass gives some weights no gradient, as after toggle_optimizer, and DDP waits for it: set "
         "+strategy.find_unused_parameters=true"

@@ -161,21 +161,22 @@ class Trainer(L.Trainer):
         self._recorder = RunRecorder(config, loggers)
         # Lightning gets neither accumulate_grad_batches nor sync_batchnorm: its batch is a step, whose parts and groups
         # OrderedData and NormGroups make.
-        super().__init__(
-            strategy=resolve_strategy(strategy, devices, kwargs.get("num_nodes", 1)),
-            accelerator=accelerator,
-            devices=devices,
-            callbacks=self._all_callbacks(given, timeout),
-            logger=[*loggers, CSVLogger(self._folder)],
-            plugins=plugins,
-            default_root_dir=self._folder,
-            enable_checkpointing=arguments.has_kind(given, Checkpoint),
-            # OrderedData divides the data itself; Lightning's wrapper would shuffle it again.
-            use_distributed_sampler=False,
-            # RunRecorder logs the configuration, which a module's own hyper-parameters would replace in config.yaml.
-            enable_autolog_hparams=False,
-            **kwargs,
-        )
+        with translated_errors(None):
+            super().__init__(
+                strategy=resolve_strategy(strategy, devices, kwargs.get("num_nodes", 1)),
+                accelerator=accelerator,
+                devices=devices,
+                callbacks=self._all_callbacks(given, timeout),
+                logger=[*loggers, CSVLogger(self._folder)],
+                plugins=plugins,
+                default_root_dir=self._folder,
+                enable_checkpointing=arguments.has_kind(given, Checkpoint),
+                # OrderedData divides the data itself; Lightning's wrapper would shuffle it again.
+                use_distributed_sampler=False,
+                # RunRecorder logs the configuration, which the module's hyper-parameters would replace in config.yaml.
+                enable_autolog_hparams=False,
+                **kwargs,
+            )
         leave_signals_alone(self)
         replace_parts(self, StepInParts, partial(LoggedValues, self), PreparingConnector, LogPointConnector)
         if accelerator == "cpu":

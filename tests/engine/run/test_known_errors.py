@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import nn
 from torch.nn.utils import prune
@@ -143,3 +144,21 @@ def test_a_virtual_rank_of_one_value_cannot_be_normalized(bit_exact: bool, folde
     trainer = onecurve.Trainer(**options, bit_exact=bit_exact, max_epochs=1)
     with pytest.raises(UserError, match=r"one value per channel.*: set fewer virtual_ranks, or a larger"):
         trainer.fit(Normalizes(), DataLoader(RandomDataset(32, 16), batch_size=8))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"val_check_interval": 1.5}, "invalid value 1.5 for val_check_interval"),
+        ({"precision": "fp16"}, "Precision 'fp16' is invalid"),
+        ({"num_nodes": 0}, "`num_nodes` must be a positive integer"),
+        (
+            {"callbacks": [ModelCheckpoint(every_n_epochs=1), ModelCheckpoint(every_n_epochs=1)]},
+            "two callbacks of a class, such as ModelCheckpoint, have the same `monitor`",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_invalid_argument_of_the_trainer_of_a_script(options: dict[str, Any], message: str, folder: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        onecurve.Trainer(accelerator="cpu", default_root_dir=folder, **options)
