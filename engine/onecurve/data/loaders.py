@@ -375,7 +375,7 @@ class EvaluationLoaders:
         count = apply_limit(self._option, self.limit, len(order), unit)
         # A batch that the dataset has made cannot be joined with another one.
         size = unit if disables_batching(loader) else unit // self.division.accumulate
-        return EvaluationBatches(order[:count], size, self.parallel, self.ranks)
+        return EvaluationBatches(order[:count], size, self.parallel, self.ranks, unit)
 
     def _stream(self, loader: DataLoader[Any], seed: int) -> StreamLoader:
         samples, unit = length_of(loader.dataset), self._unit(loader)

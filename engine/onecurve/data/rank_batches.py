@@ -4,6 +4,7 @@ A sample has a position in its global batch, a place in the order of its epoch (
 dataset.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -97,13 +98,23 @@ class EvaluationBatches(Sampler[Tensor]):
         batch_size: number of samples of a batch over all ranks.
         parallel: the ranks, and which of them this one is.
         ranks: yield the batches of these ranks, of equal shares, in turn; None for those of this rank.
+        unit: number of samples of a batch of the user's loader.
+
+    Attributes:
+        checked: batches of the user's loader whose samples are yielded, those of a sanity check.
     """
 
-    epoch, parts_per_step = EVALUATION, 1
+    epoch, parts_per_step, checked = EVALUATION, 1, math.inf
 
     def __init__(
-        self, order: Tensor, batch_size: int, parallel: DataParallelInfo, ranks: Sequence[int] | None = None
+        self,
+        order: Tensor,
+        batch_size: int,
+        parallel: DataParallelInfo,
+        ranks: Sequence[int] | None = None,
+        unit: int = 1,
     ) -> None:
+        self._division, self._unit = (batch_size, parallel, ranks), unit
         shares = parallel.all_shares
         self.order, self.num_samples = order, len(order)
         self.samples_per_round, self.share = sum(shares), shares[parallel.dp_rank]
@@ -126,6 +137,11 @@ class EvaluationBatches(Sampler[Tensor]):
 
     def places(self) -> list[Tensor]:
         """Return the places of these batches in the order, and -1 for padding."""
+        if self.checked < self.num_samples:
+            first = int(self.checked) * self._unit
+            if self.rounds == 1:  # or a rank would have no sample of the last one
+                first += -first % self.samples_per_round
+            return EvaluationBatches(self.order[:first], *self._division).places()
         missing = self.total_rounds * self.samples_per_round - self.num_samples
         places = F.pad(torch.arange(self.num_samples), (0, missing), value=-1)
         rounds = places.view(self.total_rounds, self.samples_per_round)

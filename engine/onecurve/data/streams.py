@@ -7,6 +7,7 @@ save each of them the reading of the others' samples, and would be another exper
 import copy
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -71,6 +72,7 @@ class StreamLoader(EpochStart):
     def __post_init__(self) -> None:
         self.dataset: Any = self.loader.dataset
         self.sampler = self.batch_sampler = self  # Lightning sets the epoch
+        self.checked = math.inf  # global batches to yield: those of a sanity check
         self.state: Any = None  # of the stream at `start`, from a checkpoint
         self.states: dict[int, Any] = {}  # after each of the last steps of the epoch, if the stream has exact ones
 
@@ -87,6 +89,8 @@ class StreamLoader(EpochStart):
         held = _held(self.dataset) if self.epoch == 0 and not self.evaluates else None
         steps = _in_worker(self.loader, self._read, self.seed, self.epoch)
         for step, (parts, state) in enumerate(steps, self.start + 1):
+            if step > self.checked:
+                return
             if step == self.start + _EARLY:
                 held = self._name_changes(held)
             self.states[step] = state

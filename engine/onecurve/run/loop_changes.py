@@ -1,9 +1,10 @@
 """Changes of Lightning's loops, also those of an evaluation."""
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import lightning as L
@@ -16,6 +17,7 @@ from onecurve.errors import UserError
 from onecurve.parallel.batch_norm import grouped_norms
 from onecurve.parallel.norm_groups import NormGroups
 from onecurve.patches.lightning_loops import CheckpointConnector
+from onecurve.patches.torch import tree_flatten
 from onecurve.process.gather import gather_objects
 from onecurve.process.started_by import variables_replaced
 from onecurve.random.dropout import use_sample_dropout
@@ -99,11 +101,13 @@ class LoopChanges(L.Callback):
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Check the same samples on any hardware: a module may keep something of them, such as the best metric."""
         self._sanity_steps = trainer.num_sanity_val_steps
-        trainer.num_sanity_val_steps *= trainer.datamodule.division.num_parts
+        # The samples end it. The ranks may divide them into up to twice as many batches, and one more.
+        trainer.num_sanity_val_steps = (2 * self._sanity_steps + 1) * trainer.datamodule.division.num_parts
 
     def on_sanity_check_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         if self._sanity_steps is not None:
             trainer.num_sanity_val_steps, self._sanity_steps = self._sanity_steps, None
+            _check_first(trainer, math.inf)
 
     on_exception = on_sanity_check_end  # another fit of this trainer begins with the same number
 
@@ -113,7 +117,12 @@ class LoopChanges(L.Callback):
         for norm in self._norms:
             norm.is_in_step = False
 
-    on_train_epoch_end = on_validation_start = on_train_start
+    on_train_epoch_end = on_train_start
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.on_train_start(trainer, pl_module)
+        if self._sanity_steps is not None:  # Lightning has read the lengths of the loaders by now
+            _check_first(trainer, self._sanity_steps)
 
     def on_train_batch_start(self, *_: Any) -> None:
         for norm in self._norms:
@@ -140,6 +149,13 @@ class LoopChanges(L.Callback):
                 pl_module.lr_scheduler_step(config.scheduler, metrics[config.monitor])
         progress.completed += 1
         self._missed.remove(epoch)
+
+
+def _check_first(trainer: L.Trainer, steps: float) -> None:
+    """Let the loaders of validation yield the samples of so many batches of the user's."""
+    loaders = cast(Any, L.Trainer.val_dataloaders).fget(trainer)  # None if a hook has failed before
+    for loader in [] if loaders is None else tree_flatten(loaders)[0]:
+        loader.sampler.checked = steps
 
 
 def _setup_optimizers(setup: Callable[..., None], strategy: Any, trainer: L.Trainer) -> None:

@@ -111,3 +111,16 @@ def test_refuses_an_evaluation_in_which_a_rank_has_no_sample(count: int, batch: 
         UserError, match=f"the {count} samples of `val` leave a batch of a process or virtual rank empty"
     ):
         EvaluationBatches(torch.arange(count), batch, DataParallelInfo(dp_size)).check_no_rank_is_empty("val")
+
+
+@pytest.mark.parametrize(("ranks", "unit"), [(1, 8), (2, 8), (3, 8), (5, 8), (3, 2)])
+def test_a_sanity_check_has_the_samples_of_whole_batches_and_each_rank_has_one(ranks: int, unit: int) -> None:
+    samples = []
+    for rank in range(ranks):
+        one = EvaluationBatches(torch.arange(60), unit, DataParallelInfo(ranks, rank), unit=unit)
+        one.checked = 2
+        batches = [batch[batch >= 0].tolist() for batch in one]
+        assert all(batches)
+        samples += [index for batch in batches for index in batch]
+    rounded = 0 if unit >= 2 * ranks else -2 * unit % ranks  # a batch has one sample of each rank
+    assert sorted(samples) == [*range(2 * unit + rounded)]

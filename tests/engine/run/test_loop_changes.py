@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import LambdaCallback, Timer
-from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset, RandomIterableDataset
 from torch.utils.data import DataLoader
 
 import onecurve
@@ -128,12 +128,14 @@ class CountsChecked(L.Callback):
         self.samples += len(batch) if trainer.sanity_checking else 0
 
 
-def test_a_sanity_check_has_the_same_samples_in_any_number_of_parts(folder: Path) -> None:
-    loader = DataLoader(RandomDataset(32, 64), batch_size=8)
+@pytest.mark.parametrize("kind", [RandomDataset, pytest.param(RandomIterableDataset, marks=pytest.mark.slow)])
+def test_a_sanity_check_has_the_same_samples_in_any_number_of_parts(kind: Any, folder: Path) -> None:
+    loader = DataLoader(RandomDataset(32, 60), batch_size=8)
+    checked = DataLoader(kind(32, 60), batch_size=8)  # the parts cut 60 samples into batches of other sizes
     parts: list[dict[str, Any]] = [{}, {"bit_exact": True}, {"accumulate_grad_batches": 2}]
     for number, options in enumerate(parts):
         options |= {"accelerator": "cpu", "enable_progress_bar": False, "max_steps": 1, "callbacks": CountsChecked()}
-        onecurve.Trainer(default_root_dir=folder / f"{number}", **options).fit(BoringModel(), loader, loader)
+        onecurve.Trainer(default_root_dir=folder / f"{number}", **options).fit(BoringModel(), loader, checked)
     assert [options["callbacks"].samples for options in parts] == [16] * 3
 
 
