@@ -54,6 +54,7 @@ DATA = [
     ("data.train_samples=361", "data.train_samples=361 exceeds the 360 images to train on"),
     ("data.train_samples=-100", "data.train_samples=-100"),
     ("data.val_fraction=1.5", "data.val_fraction=1.5"),
+    ("data.source.train_size=0", "data.source.train_size=0: give a number of images"),
     ("data=cifar10 data.root=/proc/data", "/proc/data .*data.root"),
     (
         "data=folder data.root={images} data.source.in_memory=false data.device_resident=true",

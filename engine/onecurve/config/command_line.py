@@ -151,7 +151,7 @@ def _explain(error: Exception, words: Sequence[str]) -> str:
     if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         recipe, _, chosen = group.partition("/")
-        if recipe in RECIPES and (CONF / chosen).is_dir():
+        if recipe in RECIPES and chosen and (CONF / chosen).is_dir():
             return f"{recipe}: write `- override /{chosen}: {name}` among the `defaults` of its file"
         choices = error.options or [file.stem for file in (CONF / group).glob("*.yaml")]  # Hydra has none for a list
         hint = suggest(name, [choice for choice in choices if not choice.startswith("_")])

@@ -28,7 +28,7 @@ from onecurve.targets import check_value, drop_replaced_options
 _GIT_TIMEOUT = 5.0  # seconds
 # A continued run does not inherit these options.
 _NOT_INHERITED = ["ckpt_path", "resume", "fit", "predict", "run_dir"]
-_KINDS = {"fit": bool, "doctor": bool, "report": bool, "seed": int}
+_KINDS = {"fit": bool, "doctor": bool, "report": bool, "seed": int, "trainer.num_nodes": int}
 _KINDS |= {"launch.max_restarts": int, "launch.elastic": bool, "launch.min_devices": int}
 
 
@@ -135,6 +135,8 @@ def _check_test_and_predict(cfg: DictConfig) -> None:
 
 def _check_launch(cfg: DictConfig) -> None:
     """Check the options of restarts, and set those that depend on others; the devices are resolved."""
+    if cfg.trainer.num_nodes < 1:
+        raise UserError(f"trainer.num_nodes={cfg.trainer.num_nodes}: give the number of hosts, at least one")
     launch, size = cfg.launch, device_count(cfg.trainer) * cfg.trainer.num_nodes
     if launch.max_restarts is None:
         launch.max_restarts = 3 if launch.elastic else 0

@@ -43,8 +43,8 @@ _BY_MEMORY = (
 
 def check_arguments(seed: Any, virtual_ranks: Any, bit_exact: Any, kwargs: dict[str, Any]) -> None:
     """Raise a UserError for invalid arguments; remove those that have Lightning's default and are given elsewhere."""
-    if not isinstance(seed, int) or seed < 0:
-        raise UserError(f"seed={seed} is not a seed: give an integer of at least zero")
+    if not isinstance(seed, int) or not 0 <= seed < 2**32:  # as NumPy takes it
+        raise UserError(f"seed={seed} is not a seed: give an integer of at least zero, and below 2 ** 32")
     if not isinstance(virtual_ranks, int) or virtual_ranks < 1:
         raise UserError(f"virtual_ranks={virtual_ranks}: give an integer of at least one")
     if not isinstance(bit_exact, bool):
@@ -63,6 +63,9 @@ def check_arguments(seed: Any, virtual_ranks: Any, bit_exact: Any, kwargs: dict[
     every = kwargs.get("log_every_n_steps")
     if every is not None and every < 1:
         raise UserError(f"trainer.log_every_n_steps={every} logs nothing and detects no NaN: set at least 1")
+    for name in ("check_val_every_n_epoch", "val_check_interval"):
+        if kwargs.get(name) == 0:
+            raise UserError(f"trainer.{name}=0: give at least one; trainer.limit_val_batches=0 never validates")
     clip = kwargs.get("gradient_clip_val") or 0
     if not (isinstance(clip, int | float) and clip >= 0):  # Lightning would not clip to a negative norm
         raise UserError(f"trainer.gradient_clip_val={clip}: give a number above zero, or null")

@@ -122,6 +122,9 @@ def _configured_callbacks(cfg: DictConfig) -> dict[str, Any]:
 def _build_each(cfg: DictConfig, group: str) -> dict[str, Any]:
     """Build the configured callbacks or loggers, by name: each is one key of the group."""
     nodes = {f"{group}.{name}": node for name, node in (cfg.get(group) or {}).items() if node}
+    for name, node in nodes.items():
+        if not isinstance(node, DictConfig):
+            raise UserError(f"{name}={node}: set {group} to names of files of conf/{group}, or to null to leave it out")
     for name in [name for name, node in nodes.items() if "_target_" not in node]:  # a recipe may have set its options
         options = ", ".join(map(str, nodes.pop(name)))
         _log.warning("%s has options (%s), but is left out: no file of conf/%s names its class", name, options, group)

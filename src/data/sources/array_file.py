@@ -55,7 +55,7 @@ class ArrayFile:
         try:
             with np.load(self.file) as arrays:
                 return set(arrays)
-        except (OSError, ValueError, TypeError, zipfile.BadZipFile) as error:
+        except (EOFError, OSError, ValueError, TypeError, zipfile.BadZipFile) as error:
             raise UserError(f"data.source.file={self.file} is no .npz file that can be read ({error})") from None
 
 

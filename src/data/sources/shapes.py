@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onecurve import atomic_write, file_lock
+from onecurve import UserError, atomic_write, file_lock
 
 _SIZE = 32
 _CHUNK = 2_000  # images generated at a time, which limits the memory
@@ -48,6 +48,9 @@ class Shapes:
 
     def __init__(self, train_size: int = 50_000, test_size: int = 10_000) -> None:
         self.sizes = {"train": train_size, "test": test_size}
+        for split, size in self.sizes.items():
+            if size < 1:
+                raise UserError(f"data.source.{split}_size={size}: give a number of images, at least one")
 
     def prepare(self, root: Path) -> None:
         """Generate both splits, unless they exist."""

@@ -24,6 +24,7 @@ from tests.support.runs import compose
 
 CHOICES = [
     ("model=resnet8", "model=resnet8: did you mean resnet18"),
+    ("experiment=resnet10", "experiment=resnet10: did you mean resnet"),
     ("model=null", "model=null: give one of airbench, mlp"),
     ("model=", "model=: known: airbench, mlp"),
     ("model=mlp,vit", "Ambiguous value for argument 'model=mlp,vit'"),
@@ -65,6 +66,8 @@ PATHS = [
 TOGETHER = [  # options that exclude or need each other
     ("resume=auto run_dir=null", "resume=auto needs run_dir=FOLDER"),
     ("trainer.num_nodes=2", "trainer.num_nodes=2"),
+    ("trainer.num_nodes=0", "trainer.num_nodes=0: give the number of hosts"),
+    ("trainer.num_nodes=two", "trainer.num_nodes=two: give an integer"),
     ("launch.min_devices=3 trainer.devices=2", "launch.min_devices=3"),
     ("launch.elastic=true data.batch_size_per_device=8", "launch.elastic=true"),
     ("-m doctor=true seed=0,1", "doctor=true checks a single run: leave out -m"),
@@ -218,6 +221,7 @@ TYPES = [
     ("module.channels_last=no", "module.channels_last=no: give true or false"),
     ("model=mlp model.hidden=a", "model.hidden=a: give an integer"),
     ("seed=-1", "seed=-1"),
+    ("seed=4294967296", "seed=4294967296 is not a seed"),
     ("optimizer.lr=inf", "optimizer.lr=inf is not a learning rate"),
     ("optimizer.lr=nan", "optimizer.lr=nan is not a learning rate"),
     ("scheduler.warmup=25", "scheduler.warmup=25: give the fraction of the run"),
@@ -245,6 +249,7 @@ TRAINER = [
     ("+trainer.enable_checkpointing=false", "leave it out, and use `strategy`, `callbacks`"),
     ("+trainer.overfit_batches=1", "trainer.overfit_batches=1: .*use .*debug=overfit"),
     ("trainer.log_every_n_steps=0", "trainer.log_every_n_steps=0"),
+    ("trainer.check_val_every_n_epoch=0", "trainer.check_val_every_n_epoch=0: give at least one"),
     ("trainer.precision=fp8", "fp8"),
     ("trainer.precision=16-mixed", "trainer.precision=16-mixed needs a GPU: take bf16-mixed"),
     ("trainer.gradient_clip_val=-1", "trainer.gradient_clip_val=-1: give a number above zero, or null"),
@@ -260,6 +265,7 @@ BATCHES = [
     ("trainer.limit_train_batches=0.01", "trainer.limit_train_batches=0.01 leaves nothing of 11"),
     ("trainer.limit_train_batches=-1", "trainer.limit_train_batches=-1"),
     ("+trainer.val_check_interval=00:00:01:00", "ranks cannot validate by the clock"),
+    ("+trainer.val_check_interval=0", "trainer.val_check_interval=0: give at least one"),
     ("+trainer.val_check_interval=12", "trainer.val_check_interval=12 exceeds the 11 steps of an epoch"),
     ("trainer.accumulate_grad_batches=8", "virtual_ranks=4 does not divide .* set virtual_ranks=8"),
     ("virtual_ranks=64", "virtual_ranks=64 exceeds data.batch_size=32"),
@@ -282,6 +288,7 @@ MODULES = [
     (f"{PLATEAU} trainer.check_val_every_n_epoch=2", "set scheduler.frequency=2"),
 ]
 CALLBACKS = [
+    ("+callbacks.more=1", "callbacks.more=1: set callbacks to names of files of conf/callbacks"),
     ("callbacks.checkpoint.every_n_epochs=0", "callbacks.checkpoint.every_n_epochs"),
     ("callbacks.checkpoint.every_n_train_steps=0", "callbacks.checkpoint.every_n_train_steps"),
     ("callbacks.checkpoint.train_time_interval=often", "callbacks.checkpoint.train_time_interval"),

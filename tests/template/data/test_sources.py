@@ -168,12 +168,15 @@ GOOD = {
         ({"y_train": np.zeros((20, 8, 8), int)}, r"the labels of `train` are torch.int64 of shape \[20, 8, 8\]"),
         ({"y_test": np.full(20, -1)}, "`test` has labels from -1 to -1"),
         (None, "is no .npz file that can be read"),
+        ({}, "is no .npz file that can be read"),
     ],
 )
 def test_wrong_arrays_are_refused(changes: dict[str, Any] | None, message: str, tmp_path: Path, folder: Path) -> None:
     if changes is not None:
         arrays = {name: array for name, array in (GOOD | changes).items() if array is not None}
         np.savez(tmp_path / "arrays.npz", **arrays)
+    if changes == {}:  # a copy that was interrupted
+        (tmp_path / "arrays.npz").write_bytes(b"")
     task = ["data=npz", f"data.root={tmp_path}", "data.image_shape=[3,8,8]", "data.batch_size=4"]
     with pytest.raises(UserError, match=message):
         load(folder, *task)
