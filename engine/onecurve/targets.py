@@ -37,9 +37,13 @@ def build(node: DictConfig, **changes: Any) -> Any:
     try:
         return instantiate(node, _convert_="all", **changes)
     except InstantiationException as error:
+        from lightning.pytorch.utilities.exceptions import MisconfigurationException  # late, because it takes seconds
+
         cause = error.__cause__
         if isinstance(cause, UserError):
             raise cause from None
+        if isinstance(cause, MisconfigurationException):
+            raise UserError(f"{node._target_}: {' '.join(str(cause).split())}") from error
         if isinstance(cause, ModuleNotFoundError) and not cause.name:
             # No import failed: a class of Lightning found that an optional package is missing.
             raise UserError(f"{node._target_}: {cause}") from error
@@ -102,7 +106,7 @@ def drop_replaced_options(cfg: DictConfig, overrides: Iterable[str]) -> None:
 
 
 def check_value(option: str, value: Any, hint: Any) -> None:
-    """Check that the value is no text or list where flags or numbers are declared: `no` would count as true."""
+    """Check that a flag, a number or a list of them is none of the others, nor a text: `no` would count as true."""
     from torch import Tensor  # late, because `train.py --help` imports this file
 
     kinds = [kind for kind in typing.get_args(hint) or [hint] if kind not in (NoneType, Tensor, ...)]
@@ -110,8 +114,11 @@ def check_value(option: str, value: Any, hint: Any) -> None:
         return
     is_single = typing.get_origin(hint) in (None, typing.Union, UnionType)  # no list of flags or numbers
     is_wrong_number = isinstance(value, float) and float not in kinds
-    if isinstance(value, str) or (is_single and (isinstance(value, list | dict) or is_wrong_number)):
-        raise UserError(f"{option}={value}: give {' or '.join(_KINDS[kind] for kind in kinds)}")
+    has_text = isinstance(value, str) or (isinstance(value, list) and any(isinstance(one, str) for one in value))
+    is_wrong_shape = isinstance(value, list | dict) or is_wrong_number if is_single else isinstance(value, int | float)
+    if has_text or is_wrong_shape:
+        kind = " or ".join(_KINDS[kind] for kind in kinds)
+        raise UserError(f"{option}={value}: give {kind if is_single else f'a list, each {kind}'}")
 
 
 def target_nodes(node: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -125,7 +132,7 @@ def target_nodes(node: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any
 
 def locate(option: str, target: str) -> Callable[..., Any]:
     """Import the class or function `target`, which the configuration gives as `option`."""
-    parts = target.split(".")
+    parts = str(target).split(".")
     if not all(part.isidentifier() for part in parts):
         raise UserError(f"{option}={target}: give a class or a function, as MODULE.NAME")
     names: list[str] = []  # those that are left behind the module

@@ -66,8 +66,12 @@ class ImageDataModule(L.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        if not augment:
+            raise UserError("data.augment=null: set data.augment.crop_padding=0 data.augment.flip=false for none")
         _check_sizes(batch_size, batch_size_per_device, train_samples=train_samples)
         _check_properties(image_shape, mean, std, augment.crop_padding, val_fraction)
+        if num_workers < 0:
+            raise UserError(f"data.num_workers={num_workers}: give a number of processes, or 0 for none")
         on_host = num_workers or augment.transforms
         if device_resident not in ("auto", False) and (device_resident is not True or on_host):
             raise UserError(

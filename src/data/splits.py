@@ -76,6 +76,8 @@ def divide(
             f"data.train_samples={train_samples} exceeds the {len(train_index)} images to train on: "
             "give fewer, or null for all"
         )
+    if not len(train_index):
+        raise UserError(f"data.val_fraction={val_fraction} leaves no image to train on: give a smaller one")
     complete = {name: ImageSplit(dataset, torch.arange(len(dataset.labels))) for name, dataset in sets.items()}
     held_out = ImageSplit(sets["train"], val_index)
     return {

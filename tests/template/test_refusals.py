@@ -54,6 +54,9 @@ DATA = [
     ("data.train_samples=361", "data.train_samples=361 exceeds the 360 images to train on"),
     ("data.train_samples=-100", "data.train_samples=-100"),
     ("data.val_fraction=1.5", "data.val_fraction=1.5"),
+    ("data.val_fraction=0.9999", "data.val_fraction=0.9999 leaves no image to train on"),
+    ("data.augment=null", "data.augment=null: set data.augment.crop_padding=0 data.augment.flip=false"),
+    ("data.num_workers=-1", "data.num_workers=-1: give a number of processes"),
     ("data.source.train_size=0", "data.source.train_size=0: give a number of images"),
     ("data=cifar10 data.root=/proc/data", "/proc/data .*data.root"),
     (

@@ -18,7 +18,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from onecurve.config.folder import CONF, PROJECT, RECIPES, folder_of, saved_config
+from onecurve.config.folder import CONF, PROJECT, RECIPES, REQUIRED_GROUPS, folder_of, saved_config
 from onecurve.errors import UserError, nearest_options, suggest
 from onecurve.identity.option_kinds import flatten_config
 from onecurve.process.started_by import started_rank
@@ -38,9 +38,11 @@ def complete_overrides(words: Sequence[str]) -> list[str]:
     """
     for word in words:
         group, _, choice = word.partition("=")
-        if choice == "null" and (CONF / group).is_dir():  # Hydra would end with a traceback
-            names = sorted(file.stem for file in (CONF / group).glob("[!_]*.yaml"))
-            raise UserError(f"{word}: give one of {', '.join(names)}, or ~{group} to leave it out")
+        names = _choices(group)
+        if names and choice not in names and re.fullmatch(r"(?i)null|true|false|[-+\d.]+", choice):
+            # Hydra would end with a traceback.
+            others = "" if group in REQUIRED_GROUPS else f", or ~{group} to leave it out"
+            raise UserError(f"{word}: give one of {', '.join(names)}{others}")
         if group in _PATHS and "=" in word and not choice.strip("'\""):
             raise UserError(f"{word} is empty: give a path, or leave the option out")
     words = [_with_complete_path(word) for word in words]
@@ -55,6 +57,10 @@ def complete_overrides(words: Sequence[str]) -> list[str]:
             restored = [*_without_replaced(_overrides_of_sweep(folder), words), f"hydra.sweep.dir={quote(folder)}"]
             return [*flags, *words[:index], *restored, *words[index + 1 :]]
     return words
+
+
+def _choices(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONF / group).glob("[!_]*.yaml")) if group else []
 
 
 def _check_goes_on_in_its_folder(words: Sequence[str], folder: Path) -> None:

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from onecurve.errors import UserError
@@ -15,6 +16,7 @@ from onecurve.process.started_by import started_rank
 from onecurve.records.files import CONFIG
 
 RECIPES = ("experiment", "preset", "debug")  # the groups of conf/ whose files set options of other groups
+REQUIRED_GROUPS = ("data", "module", "strategy", "trainer")
 
 
 # The project's folder is the first of Python's path with conf/train.yaml, else one around the working directory.
@@ -66,6 +68,12 @@ def folder_of(ckpt_path: Path) -> Path | None:
     ckpt_path = ckpt_path.expanduser().absolute()
     candidates = (ckpt_path, ckpt_path.parent.parent)
     return next((folder for folder in candidates if (folder / CONFIG).is_file()), None)
+
+
+def typed_overrides() -> list[str]:
+    """Return the overrides as typed; Hydra would look for the option of a `${...}` among its own."""
+    words: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    return words
 
 
 def saved_config(folder: Path) -> Any:

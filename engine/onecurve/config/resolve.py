@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
 from onecurve.checkpoint.newest import checkpoint_file, newest_checkpoint
-from onecurve.config.folder import CONF, PROJECT, RECIPES, folder_of, saved_config
+from onecurve.config.folder import CONF, PROJECT, RECIPES, REQUIRED_GROUPS, folder_of, saved_config, typed_overrides
 from onecurve.errors import UserError, as_typed, nearest_options
 from onecurve.identity.option_kinds import flatten_config
 from onecurve.network.net import NET
@@ -43,7 +43,7 @@ def resolve_config(cfg: DictConfig, plans: bool = True) -> DictConfig:
             devices than configured.
     """
     hydra_cfg = HydraConfig.get()
-    folder, overrides, choices = Path(hydra_cfg.runtime.output_dir), hydra_cfg.overrides.task, hydra_cfg.runtime.choices
+    folder, overrides, choices = Path(hydra_cfg.runtime.output_dir), typed_overrides(), hydra_cfg.runtime.choices
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
@@ -74,7 +74,7 @@ def _check_types(cfg: DictConfig) -> None:
     """Check flags and numbers that no class declares, and that each group of an object names its class."""
     for name, kind in _KINDS.items():
         check_value(name, OmegaConf.select(cfg, name), kind)
-    for group in ("data", "module", "strategy", "trainer"):
+    for group in REQUIRED_GROUPS:
         if not OmegaConf.select(cfg, f"{group}._target_"):
             raise UserError(f"{group} has no `_target_`: let its file in conf/{group} name a class or function")
 
@@ -210,7 +210,7 @@ def runs_in_single_process(cfg: DictConfig) -> bool:
 def _set_seed_and_overrides(cfg: DictConfig, saved: DictConfig | None) -> None:
     """Draw the seed, or take that of the earlier run, if none is given; set the overrides that restore this run."""
     left_out = _NOT_INHERITED if cfg.seed is not None else [*_NOT_INHERITED, "seed"]
-    overrides = [word for word in HydraConfig.get().overrides.task if word.partition("=")[0] not in left_out]
+    overrides = [word for word in typed_overrides() if word.partition("=")[0] not in left_out]
     if cfg.seed is None:
         cfg.seed = saved.seed if saved else secrets.randbits(31)
         overrides.append(f"seed={cfg.seed}")
@@ -221,7 +221,7 @@ def _set_runtime(cfg: DictConfig) -> None:
     """Set the ids of the run, its command and commit, and the names of its network and strategy."""
     runtime, hydra_cfg = cfg.runtime, HydraConfig.get()
     runtime.run_id, runtime.sweep_id = run_and_sweep_id(Path(cfg.run_dir), hydra_cfg.mode == RunMode.MULTIRUN)
-    runtime.command = ["python", "train.py", *hydra_cfg.overrides.task]
+    runtime.command = ["python", "train.py", *typed_overrides()]
     runtime.revision, runtime.modified = source_revision()
     runtime.world_size = device_count(cfg.trainer) * cfg.trainer.num_nodes
     choices = hydra_cfg.runtime.choices

@@ -22,6 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from onecurve.config.folder import typed_overrides
 from onecurve.config.resolve import resolve_config, runs_in_single_process
 from onecurve.errors import RankFailedError, UserError
 from onecurve.launch import restarts
@@ -73,7 +74,7 @@ def launch(cfg: DictConfig, around_workers: Callable[[DictConfig], Any] = nullco
     cfg = resolve_config(cfg)
     devices = device_count(cfg.trainer)
     if (nodes := cfg.trainer.num_nodes) > 1:
-        command = shlex.join(["train.py", *HydraConfig.get().overrides.task])
+        command = shlex.join(["train.py", *typed_overrides()])
         raise UserError(
             f"trainer.num_nodes={nodes}: this command starts processes on its own host only. Give each host this "
             f"command, with the name of the first one for HOST: torchrun --nnodes={nodes} --nproc-per-node={devices} "

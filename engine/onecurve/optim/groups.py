@@ -22,6 +22,8 @@ def scaling_factor(rule: str, batch_size: int, reference: int) -> float:
     trick" (2014), suits adaptive optimizers.
     """
     check_choice("module.lr_scaling", rule, _RULES)
+    if reference < 1:
+        raise UserError(f"module.reference_batch_size={reference}: give a number of samples, at least one")
     return _RULES[rule](batch_size / reference)
 
 

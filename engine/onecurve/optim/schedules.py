@@ -63,6 +63,8 @@ class TorchSchedule:
 
     def __post_init__(self) -> None:
         check_choice("scheduler.interval", self.interval, ("epoch", "step"))
+        if self.frequency < 1:
+            raise UserError(f"scheduler.frequency={self.frequency}: give an integer of at least one")
 
 
 def lr_multiplier(schedule: Schedule, group: dict[str, Any], step: int, steps: int) -> float:

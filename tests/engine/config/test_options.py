@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
-from onecurve.config.folder import register_resolvers
+from onecurve.config.folder import register_resolvers, saved_config
 from onecurve.config.resolve import _changed_options, _warn_of_unused_options, refuse_unknown_options
 from onecurve.errors import UserError
 from onecurve.run.experiment import run_experiment
@@ -101,9 +101,10 @@ def test_a_text_is_refused_only_where_none_fits(value: Any, hint: Any) -> None:
 
 
 def test_another_class_leaves_out_the_options_of_the_previous_one(small: list[str], tmp_path: Path) -> None:
-    """Options on the command line stay, and are refused."""
+    """Options on the command line stay, and are refused; one that names another option has its value."""
     task = [*small, *TINY, "logger=none", "trainer.max_steps=1", "optimizer._target_=torch.optim.RMSprop"]
-    run_here(*task, f"run_dir={tmp_path / 'run'}")
+    run_here(*task, f"run_dir={tmp_path / 'run'}", "seed=${data.batch_size}")
+    assert "seed=32" in saved_config(tmp_path / "run").runtime.overrides
     _, err = run_here(*task, f"run_dir={tmp_path / 'other'}", "optimizer.nesterov=true", code=1)
     assert "optimizer.nesterov: torch.optim.RMSprop has no option `nesterov`" in error_line(err)
 

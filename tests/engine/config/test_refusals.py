@@ -27,6 +27,7 @@ CHOICES = [
     ("experiment=resnet10", "experiment=resnet10: did you mean resnet"),
     ("model=null", "model=null: give one of airbench, mlp"),
     ("model=", "model=: known: airbench, mlp"),
+    ("strategy=2", "strategy=2: give one of auto, best"),
     ("model=mlp,vit", "Ambiguous value for argument 'model=mlp,vit'"),
     ("callbacks=[default,emma]", "callbacks=emma: did you mean ema"),
     ("hydra/sweeper=ax", "hydra/sweeper=ax: known: basic, optuna"),
@@ -219,7 +220,9 @@ TYPES = [
     ("optimizer.nesterov=[1]", r"optimizer.nesterov=\[1\]: give true or false"),
     ("optimizer.lr=abc", "optimizer.lr=abc: give a number"),
     ("module.channels_last=no", "module.channels_last=no: give true or false"),
-    ("model=mlp model.hidden=a", "model.hidden=a: give an integer"),
+    ("model=mlp model.hidden=a", "model.hidden=a: give a list, each an integer"),
+    ("model=mlp model.hidden=[16,a]", r"model.hidden=\[16, 'a'\]: give a list, each an integer"),
+    ("model=mlp model.hidden=16", "model.hidden=16: give a list, each an integer"),
     ("seed=-1", "seed=-1"),
     ("seed=4294967296", "seed=4294967296 is not a seed"),
     ("optimizer.lr=inf", "optimizer.lr=inf is not a learning rate"),
@@ -281,6 +284,8 @@ MODULES = [
     ("module.compile=max-autotun", "module.compile=max-autotun: .* did you mean max-autotune"),
     ("scheduler=torch scheduler.scheduler._target_=torch.optim.lr_scheduler.StepLR", "StepLR: .*step_size"),
     (f"{PLATEAU} scheduler.interval=batch", "scheduler.interval=batch"),
+    (f"{PLATEAU} scheduler.frequency=0", "scheduler.frequency=0: give an integer of at least one"),
+    ("module.reference_batch_size=0 model=mlp", "module.reference_batch_size=0: give a number of samples"),
     (
         f"{PLATEAU} trainer.limit_val_batches=0 callbacks.best=null",
         "ReduceLROnPlateau monitors val/loss, but the run has no validation",
@@ -289,6 +294,7 @@ MODULES = [
 ]
 CALLBACKS = [
     ("+callbacks.more=1", "callbacks.more=1: set callbacks to names of files of conf/callbacks"),
+    ("callbacks.best.mode=maxx", "ModelCheckpoint: `mode` can be .* got maxx"),
     ("callbacks.checkpoint.every_n_epochs=0", "callbacks.checkpoint.every_n_epochs"),
     ("callbacks.checkpoint.every_n_train_steps=0", "callbacks.checkpoint.every_n_train_steps"),
     ("callbacks.checkpoint.train_time_interval=often", "callbacks.checkpoint.train_time_interval"),

@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.callbacks import LambdaCallback
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from onecurve.config.folder import CONF, register_resolvers
+from onecurve.config.folder import CONF, register_resolvers, typed_overrides
 from onecurve.errors import UserError
 from onecurve.extras.one_process import on_one_process
 from onecurve.extras.plan.hardware import Hardware
@@ -86,7 +86,7 @@ def plan_run(cfg: DictConfig) -> Plan:
     if cfg.data.get("batch_size_per_device"):
         raise UserError("a plan compares strategies that train the same batches: set data.batch_size")
     group = f"strategy={hydra_cfg.runtime.choices.strategy}"
-    options = [word for word in hydra_cfg.overrides.task if word.lstrip("+~").startswith("strategy.")]
+    options = [word for word in typed_overrides() if word.lstrip("+~").startswith("strategy.")]
     if group == "strategy=best" and options:
         raise UserError(f"strategy=best chooses the options of the strategy: leave out {options[0]}")
     asked = [] if group == "strategy=best" else [group, *options]
@@ -261,7 +261,7 @@ def choose_strategy(cfg: DictConfig) -> None:
     if best.reason or not best.estimate:
         raise UserError(f"strategy=best: no strategy can train this; {best.name}: {best.reason}. {ADVICE}")
     _set_best(cfg, plan)
-    words = [word for word in HydraConfig.get().overrides.task if word != "strategy=best"] + best.options
+    words = [word for word in typed_overrides() if word != "strategy=best"] + best.options
     own: Any = HydraConfig.instance().cfg
     OmegaConf.set_readonly(own.hydra, False)
     own.hydra.overrides.task, own.hydra.runtime.choices.strategy = words, cfg.runtime.strategy

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from onecurve.config.folder import typed_overrides
 from onecurve.config.resolve import refuse_unknown_options
 from onecurve.extras.plan.plan import ADVICE, Candidate, Plan, plan_run
 from onecurve.extras.plan.step import Estimate
@@ -26,7 +27,7 @@ def show_plan(cfg: DictConfig) -> None:
     """Plan the run, print the table and the errors, and write plan.json and the page into the run folder."""
     runtime = HydraConfig.get().runtime
     check_value("plan", cfg.plan, bool)
-    drop_replaced_options(cfg, HydraConfig.get().overrides.task)
+    drop_replaced_options(cfg, typed_overrides())
     refuse_unknown_options(cfg, runtime.choices)
     plan, folder, hardware = plan_run(cfg), Path(runtime.output_dir), runtime.choices.hardware
     rows = [_row(one, one.estimate, plan) for one in plan.candidates if one.estimate]

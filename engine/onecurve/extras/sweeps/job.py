@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import nan
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -16,6 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from onecurve.config.folder import typed_overrides
 from onecurve.config.resolve import resolve_config
 from onecurve.errors import UserError
 from onecurve.extras.jobs import DONE, Job, find_job
@@ -36,8 +36,7 @@ def run_job(cfg: DictConfig) -> float:
     """
     cfg.resume = "auto"  # from the newest checkpoint of an earlier start
     if started_rank() > 0:  # SLURM started several processes for this job
-        typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-        found = find_job(Path(HydraConfig.get().sweep.dir), typed)
+        found = find_job(Path(HydraConfig.get().sweep.dir), typed_overrides())
         if found and found[1].status in DONE:
             return nan
         try:
