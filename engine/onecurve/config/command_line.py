@@ -41,7 +41,7 @@ def complete_overrides(words: Sequence[str]) -> list[str]:
         names = _choices(group)
         if names and choice not in names and re.fullmatch(r"(?i)null|true|false|[-+\d.]+", choice):
             # Hydra would end with a traceback.
-            others = "" if group in REQUIRED_GROUPS else f", or ~{group} to leave it out"
+            others = "" if group in (*REQUIRED_GROUPS, "callbacks") else f", or ~{group} to leave it out"
             raise UserError(f"{word}: give one of {', '.join(names)}{others}")
         if group in _PATHS and "=" in word and not choice.strip("'\""):
             raise UserError(f"{word} is empty: give a path, or leave the option out")

@@ -101,6 +101,12 @@ def refuse_unknown_options(cfg: DictConfig, choices: Any) -> None:
     root = yaml.safe_load((CONF / "train.yaml").read_text())
     known = {*root, *groups.difference(RECIPES)}
     tree: Any = OmegaConf.to_container(cfg)
+    missing = [
+        *root.keys() - tree.keys(),
+        *(f"launch.{name}" for name in root["launch"].keys() - tree.get("launch", ())),
+    ]
+    if missing := sorted(set(missing) - {"defaults", "hydra"}):
+        raise UserError(f"{missing[0]} is left out, which each run needs: give it a value, without ~")
     del tree["runtime"]
     unknown_of_launch = [f"launch.{name}" for name in tree["launch"].keys() - root["launch"].keys()]
     for name in sorted([*tree.keys() - known, *unknown_of_launch]):
@@ -249,9 +255,10 @@ def _resolve_interpolations(cfg: DictConfig) -> None:
         missing = str(error).split("'")[1]
         values = flatten_config(cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False)))
         option = next(name for name, value in values.items() if f"{{{missing}}}" in str(value))
+        group = option.partition(".")[0]
         raise UserError(
             f"{option} is that of {missing}, which this configuration lacks: set {option}=..., or, if your `data` and "
-            f"`module` need none, leave it out with ~{option.partition('.')[0]}"
+            f"`module` need none, leave it out with ~{option if group in REQUIRED_GROUPS else group}"
         ) from error
 
 

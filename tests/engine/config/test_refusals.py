@@ -27,6 +27,12 @@ CHOICES = [
     ("experiment=resnet10", "experiment=resnet10: did you mean resnet"),
     ("model=null", "model=null: give one of airbench, mlp"),
     ("model=", "model=: known: airbench, mlp"),
+    ("~seed", "seed is left out, which each run needs"),
+    ("~launch.timeout", "launch.timeout is left out, which each run needs"),
+    (
+        "~model data=shapes",
+        "lacks: set module.net=..., or, if your `data` and `module` need none, leave it out with ~module.net",
+    ),
     ("strategy=2", "strategy=2: give one of auto, best"),
     ("model=mlp,vit", "Ambiguous value for argument 'model=mlp,vit'"),
     ("callbacks=[default,emma]", "callbacks=emma: did you mean ema"),
