@@ -44,7 +44,10 @@ def _write_comparison(folders: list[Path], output: Path | None, single_file: boo
     file = (output or runs[0].path.parent / "comparison.html").absolute()
     if not file.parent.is_dir():
         raise UserError(f"--output={file}: there is no folder {file.parent}")
-    write_comparison(runs, file, None if single_file else file.parent)
+    try:
+        write_comparison(runs, file, None if single_file else file.parent)
+    except OSError as error:
+        raise UserError(f"--output={file} cannot be written ({error.strerror}): give another file") from None
     return file
 
 

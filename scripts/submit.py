@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 
 import hydra
-from hydra.errors import HydraException
 from omegaconf import DictConfig
 
+from onecurve.config.command_line import errors_explained
 from onecurve.config.folder import register_resolvers, unique_name
 from onecurve.config.resolve import runs_in_single_process
 from onecurve.errors import UserError
@@ -56,14 +56,19 @@ def script(cfg: DictConfig, overrides: list[str], folder: Path, arguments: argpa
         "chdir": ROOT,
         "open-mode": "append",
     }
-    words = ["--requeue", *(f"--{name}={value}" for name, value in options.items()), *arguments.option]
-    command = [sys.executable, str(ROOT / "train.py"), *overrides, f"run_dir={folder}", "resume=auto"]
-    lines = "\n".join(f"#SBATCH {word}" for word in words)
+    lines = ["--requeue", *(f"--{name}={value}" for name, value in options.items()), *arguments.option]
+    words = [word for word in overrides if not word.startswith("run_dir=")]
+    command = [sys.executable, str(ROOT / "train.py"), *words, f"run_dir={folder}", "resume=auto"]
     condition = f'[ "$code" -eq {128 + signal.SIGUSR1} ]'
     if is_elastic:  # a rank has raised or was killed, after the job has saved
         condition += f' || [[ "$code" == @(1|13[4-9]) && "{folder}/checkpoints/last.ckpt" -nt "{folder}/job.start" ]]'
     return _SCRIPT.format(
-        options=lines, cpus=cpus, tasks=tasks, command=shlex.join(command), folder=folder, condition=condition
+        options="\n".join(f"#SBATCH {line}" for line in lines),
+        cpus=cpus,
+        tasks=tasks,
+        command=shlex.join(command),
+        folder=folder,
+        condition=condition,
     )
 
 
@@ -83,18 +88,22 @@ def main() -> None:
     arguments = parser.parse_args()
     register_resolvers()
     try:
-        with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        with errors_explained(arguments.overrides), hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             cfg = hydra.compose("train", arguments.overrides)
-        folder = ROOT / "runs" / unique_name()
+        if cfg.fit and cfg.ckpt_path:  # which a job that is queued again would take anew
+            raise UserError(
+                f"ckpt_path={cfg.ckpt_path}: give run_dir=RUN_DIR and the options of that run, which goes on"
+            )
+        folder = Path(cfg.run_dir).expanduser().absolute() if cfg.run_dir else ROOT / "runs" / unique_name()
         text = script(cfg, arguments.overrides, folder, arguments)
-    except (UserError, HydraException) as error:
+    except UserError as error:
         sys.exit(f"error: {error}")
     if arguments.dry_run:
         print(text, end="")
         return
     if not shutil.which("sbatch"):
         sys.exit("error: this host has no sbatch: submit from a login node of SLURM; --dry-run prints the script")
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(folder / "job.sh") as file:
         file.write_text(text)
     print(folder)

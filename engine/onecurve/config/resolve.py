@@ -21,14 +21,14 @@ from onecurve.config.folder import CONF, PROJECT, RECIPES, REQUIRED_GROUPS, fold
 from onecurve.errors import UserError, as_typed, nearest_options
 from onecurve.identity.option_kinds import flatten_config
 from onecurve.network.net import NET
-from onecurve.process.devices import device_count, resolve_devices
+from onecurve.process.devices import check_num_nodes, device_count, resolve_devices
 from onecurve.records.files import CONFIG
 from onecurve.targets import check_value, drop_replaced_options
 
 _GIT_TIMEOUT = 5.0  # seconds
 # A continued run does not inherit these options.
 _NOT_INHERITED = ["ckpt_path", "resume", "fit", "predict", "run_dir"]
-_KINDS = {"fit": bool, "doctor": bool, "report": bool, "seed": int, "trainer.num_nodes": int}
+_KINDS = {"fit": bool, "doctor": bool, "report": bool, "seed": int}
 _KINDS |= {"launch.max_restarts": int, "launch.elastic": bool, "launch.min_devices": int}
 
 
@@ -49,6 +49,7 @@ def resolve_config(cfg: DictConfig, plans: bool = True) -> DictConfig:
     except OSError as error:
         raise UserError(f"cannot write to the run folder {folder} ({error.strerror}): set run_dir to another") from None
     _check_types(cfg)
+    check_num_nodes(cfg.trainer.get("num_nodes"))
     drop_replaced_options(cfg, overrides)
     _warn_of_unused_options(cfg, overrides)
     refuse_unknown_options(cfg, choices)
@@ -141,8 +142,6 @@ def _check_test_and_predict(cfg: DictConfig) -> None:
 
 def _check_launch(cfg: DictConfig) -> None:
     """Check the options of restarts, and set those that depend on others; the devices are resolved."""
-    if cfg.trainer.num_nodes < 1:
-        raise UserError(f"trainer.num_nodes={cfg.trainer.num_nodes}: give the number of hosts, at least one")
     launch, size = cfg.launch, device_count(cfg.trainer) * cfg.trainer.num_nodes
     if launch.max_restarts is None:
         launch.max_restarts = 3 if launch.elastic else 0

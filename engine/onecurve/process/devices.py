@@ -43,6 +43,11 @@ def resolve_devices(accelerator: str, devices: Any) -> tuple[str, int | list[int
     return accelerator, indices or count
 
 
+def check_num_nodes(nodes: Any) -> None:
+    if not isinstance(nodes, int) or nodes < 1:
+        raise UserError(f"trainer.num_nodes={nodes}: give the number of hosts, at least one")
+
+
 def device_count(trainer: Any) -> int:
     """Return the number of devices per node of a resolved trainer configuration."""
     return trainer.devices if isinstance(trainer.devices, int) else len(trainer.devices)

@@ -74,7 +74,7 @@ TOGETHER = [  # options that exclude or need each other
     ("resume=auto run_dir=null", "resume=auto needs run_dir=FOLDER"),
     ("trainer.num_nodes=2", "trainer.num_nodes=2"),
     ("trainer.num_nodes=0", "trainer.num_nodes=0: give the number of hosts"),
-    ("trainer.num_nodes=two", "trainer.num_nodes=two: give an integer"),
+    ("trainer.num_nodes=two", "trainer.num_nodes=two: give the number of hosts"),
     ("launch.min_devices=3 trainer.devices=2", "launch.min_devices=3"),
     ("launch.elastic=true data.batch_size_per_device=8", "launch.elastic=true"),
     ("-m doctor=true seed=0,1", "doctor=true checks a single run: leave out -m"),

@@ -111,6 +111,13 @@ def test_batch_script_follows_the_configuration() -> None:
     assert "strategy=fsdp trainer.num_nodes=2 trainer.devices=4 optimizer.lr=0.1 run_dir=/" in text
     text, _ = run_here(*command, "strategy=dp", "trainer.devices=4", program="scripts.submit")
     assert "#SBATCH --cpus-per-task=32\n" in text
+    text, _ = run_here(*command, "run_dir=/my/run", "trainer.devices=1", program="scripts.submit")
+    assert "train.py trainer.devices=1 run_dir=/my/run resume=auto\n" in text
+    assert "#SBATCH --output=/my/run/slurm.out\n" in text
+    _, err = run_here(*command, "ckpt_path=/my/run", program="scripts.submit", code=1)
+    assert err == "error: ckpt_path=/my/run: give run_dir=RUN_DIR and the options of that run, which goes on\n"
+    _, err = run_here(*command, "model=resnet8", program="scripts.submit", code=1)
+    assert err.startswith("error: model=resnet8: did you mean resnet")
     _, err = run_here(*command, "strategy=fsdp", program="scripts.submit", code=1)
     assert err == "error: trainer.devices=auto: a job asks for a number of devices per node; give one\n"
 

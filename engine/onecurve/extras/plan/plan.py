@@ -32,7 +32,7 @@ from onecurve.network.net import network_of
 from onecurve.network.precision import scales_loss
 from onecurve.parallel.compatibility import check_can_train
 from onecurve.parallel.pipeline.schedules import SCHEDULES
-from onecurve.process.devices import device_count, resolve_devices
+from onecurve.process.devices import check_num_nodes, device_count, resolve_devices
 from onecurve.process.signals import prepare_started_process
 from onecurve.run.experiment import assemble
 from onecurve.targets import build, check_options, locate
@@ -94,6 +94,9 @@ def plan_run(cfg: DictConfig) -> Plan:
         cfg.trainer.accelerator, cfg.trainer.devices = resolve_devices(cfg.trainer.accelerator, cfg.trainer.devices)
     elif cfg.trainer.devices in ("auto", -1):
         cfg.trainer.devices = cfg.hardware.devices_per_node
+    else:
+        cfg.trainer.devices = resolve_devices("cpu", cfg.trainer.devices)[1]  # not compared with this machine's GPUs
+    check_num_nodes(cfg.trainer.num_nodes)
     return _plan_in_new_process(cfg, asked)
 
 

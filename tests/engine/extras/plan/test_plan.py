@@ -258,9 +258,10 @@ def test_the_command_writes_the_plan_and_trains_nothing(small: list[str], folder
     assert all(row["why not"] for row in others)
 
 
-def test_an_error_of_a_plan_is_one_line_and_leaves_no_folder(small: list[str], folder: Path) -> None:
-    _, err = run_here(*small, *TINY, "plan=true", "hardware=h100", "model.depht=3", f"run_dir={folder}", code=1)
-    assert err.startswith("error: model.depht")
+@pytest.mark.parametrize("word", ["model.depht=3", "trainer.devices=0", "trainer.num_nodes=0"])
+def test_an_error_of_a_plan_is_one_line_and_leaves_no_folder(word: str, small: list[str], folder: Path) -> None:
+    _, err = run_here(*small, *TINY, "plan=true", "hardware=h100", word, f"run_dir={folder}", code=1)
+    assert err.startswith(f"error: {word.partition('=')[0]}")
     assert err.count("\n") == 1
     assert not folder.exists()
 

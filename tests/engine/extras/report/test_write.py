@@ -169,6 +169,7 @@ def test_files_beside_run_folders_are_left_out(tmp_path: Path) -> None:
         ("{tmp}/sweep --output=a", "error: --output=a is for a comparison, of several run folders"),
         ("{tmp}/sweep {tmp}/sweep", "error: {tmp}/sweep is a sweep: give it alone, or its run folders"),
         ("{job} {job} --output={tmp}/no/a.html", "error: --output={tmp}/no/a.html: there is no folder {tmp}/no"),
+        ("{job} {job} --output={job}", "error: --output={job} cannot be written (Is a directory): give another file"),
     ],
 )
 def test_errors_of_the_command(
@@ -178,4 +179,4 @@ def test_errors_of_the_command(
     Job(["seed=0"]).write(job)
     with pytest.raises(SystemExit) as end:
         run_command(words.format(tmp=tmp_path, job=job).split(), monkeypatch, capsys)
-    assert end.value.code == message.format(tmp=tmp_path)
+    assert end.value.code == message.format(tmp=tmp_path, job=job)
