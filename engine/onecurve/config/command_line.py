@@ -45,7 +45,8 @@ def complete_overrides(words: Sequence[str]) -> list[str]:
             raise UserError(f"{word}: give one of {', '.join(names)}{others}")
         if group in _PATHS and "=" in word and not choice.strip("'\""):
             raise UserError(f"{word} is empty: give a path, or leave the option out")
-    words = [_with_complete_path(word) for word in words]
+    # Python's argparse takes no flag between overrides.
+    words = sorted([_with_complete_path(word) for word in words], key=lambda word: word not in ("-m", "--multirun"))
     for index, word in enumerate(words):
         if word.startswith("ckpt_path=") and (folder := folder_of(_path(word))):
             _check_goes_on_in_its_folder(words, folder)
@@ -113,7 +114,7 @@ def _overrides_of_sweep(folder: Path) -> list[str]:
 
 def _path(word: str) -> Path:
     """Return the path in an override, without the quotation marks that Hydra allows."""
-    return Path(word.partition("=")[2].strip("'\""))
+    return Path(word.partition("=")[2].strip("'\"").replace("\\'", "'"))
 
 
 def _without_replaced(saved: Iterable[str], words: Iterable[str]) -> list[str]:

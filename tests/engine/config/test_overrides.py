@@ -58,7 +58,7 @@ def message(*words: str) -> str:
     "words",
     [
         [],
-        ["seed=1", "model=vit", "-m", "+x.y=[a,b]", "~model.hidden", "optimizer.lr=null", "seed=null"],
+        ["-m", "seed=1", "model=vit", "+x.y=[a,b]", "~model.hidden", "optimizer.lr=null", "seed=null"],
         ["ckpt_path=no/such/run", "init_from=weights.ckpt"],
         ["+ckpt_path", "ckpt_path", "model"],
         ["train.yaml=null"],
@@ -66,6 +66,10 @@ def message(*words: str) -> str:
 )
 def test_other_words_stay_as_they_are(words: list[str]) -> None:
     assert complete_overrides(words) == words
+
+
+def test_the_flag_of_a_sweep_comes_first() -> None:
+    assert complete_overrides(["model=vit", "--multirun", "seed=1,2"]) == ["--multirun", "model=vit", "seed=1,2"]
 
 
 def test_no_choice_of_a_group(project: Path) -> None:
@@ -99,7 +103,7 @@ def test_quoted_values(value: Any, expected: str) -> None:
 
 
 def test_a_run_folder_restores_its_overrides(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "a run", "model=vit", "optimizer.lr=0.5")
+    folder, own = make_run(tmp_path / "a run", "model=vit", "optimizer.lr=0.5"), "it's x=1"
     word = f"ckpt_path='{folder}'"
     assert complete_overrides(["seed=1", word, "fit=false"]) == [
         "seed=1",
@@ -109,6 +113,7 @@ def test_a_run_folder_restores_its_overrides(tmp_path: Path) -> None:
         "fit=false",
     ]
     assert complete_overrides([f'ckpt_path="{folder}"'])[:2] == ["model=vit", "optimizer.lr=0.5"]
+    assert complete_overrides([f"ckpt_path={make_run(tmp_path / own, 'seed=3')}"])[0] == "seed=3"
     assert complete_overrides([f"init_from={folder}"]) == [f"init_from={folder}"], "a new run has its own"
 
 
