@@ -26,7 +26,8 @@ from onecurve.records.files import CHECKPOINTS, CONFIG
 
 # torch warns on macOS, in each process, that it does not redirect output, which nothing here asks for.
 logging.getLogger("torch.distributed.elastic.multiprocessing.redirects").setLevel(logging.ERROR)
-_PATHS = ("ckpt_path", "init_from", "run_dir", "predict", "sweep", "data.root")
+_PATHS = "ckpt_path init_from run_dir predict sweep data.root data.source.file hydra.run.dir hydra.sweep.dir".split()
+_OF_NO_VALUE = re.compile(r"[^\w\s/\\.,:$%*@?|(){}\[\]+-]", re.ASCII)  # what Hydra takes in quotation marks only
 _SWEEP = "multirun.yaml"  # the configuration of a sweep, which Hydra saves in the sweep's folder
 
 
@@ -43,6 +44,10 @@ def complete_overrides(words: Sequence[str]) -> list[str]:
             # Hydra would end with a traceback.
             others = "" if group in (*REQUIRED_GROUPS, "callbacks") else f", or ~{group} to leave it out"
             raise UserError(f"{word}: give one of {', '.join(names)}{others}")
+        if group == "run_dir" and {"-m", "--multirun"} & {*words}:
+            raise UserError(
+                f"{word}: the jobs of a sweep have folders of their own; set hydra.sweep.dir for all of them"
+            )
         if group in _PATHS and "=" in word and not choice.strip("'\""):
             raise UserError(f"{word} is empty: give a path, or leave the option out")
     # Python's argparse takes no flag between overrides.
@@ -82,12 +87,15 @@ def _with_complete_path(word: str) -> str:
     `last` is the newest complete checkpoint, as for `RUN_DIR`. A path such as `runs/lr=0.5` gets quotation marks.
     """
     name, _, typed = word.partition("=")
+    if name.lstrip("+") not in _PATHS or "=" not in word:
+        return word
+    typed = re.sub(r"^(['\"]?)~(?=/)", rf"\1{Path.home()}", typed)  # a shell replaces it at the start of a word only
     if name in ("ckpt_path", "init_from") and (path := _path(word)).name in ("last", "best"):
         run = _newest_run(word) if str(path) == path.name else path.parent.expanduser()
         if (run / CONFIG).is_file():
             return f"{name}={quote(run / CHECKPOINTS / 'best.ckpt' if path.name == 'best' else run)}"
-    needs_quotes = name.lstrip("+") in _PATHS and "=" in typed and not typed.startswith(("'", '"'))
-    return f"{name}={quote(typed)}" if needs_quotes else word
+    is_bare = not typed.startswith(("'", '"'))
+    return f"{name}={quote(typed) if is_bare and _OF_NO_VALUE.search(typed) else typed}"
 
 
 def _newest_run(word: str) -> Path:
@@ -147,6 +155,11 @@ def errors_explained(words: Sequence[str]) -> Iterator[None]:
         yield
     except (HydraException, OmegaConfBaseException, yaml.MarkedYAMLError) as error:
         raise UserError(_explain(error, words)) from error
+    except OSError as error:
+        made = [word for word in words if re.match(r"hydra\.(run|sweep)\.dir=", word) and str(error.filename) in word]
+        if not made:
+            raise
+        raise UserError(f"{made[0]}: cannot make the folder ({error.strerror}): give another") from error
 
 
 def _explain(error: Exception, words: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
@@ -78,9 +79,12 @@ def typed_overrides() -> list[str]:
 
 def saved_config(folder: Path) -> Any:
     """Return the configuration that a run saved in its folder."""
-    saved = OmegaConf.load(folder / CONFIG)
+    try:
+        saved = OmegaConf.load(folder / CONFIG)
+    except yaml.YAMLError:
+        saved = OmegaConf.create()
     if "runtime" not in saved:
-        raise UserError(f"{folder / CONFIG} is not that of a run of this version")
+        raise UserError(f"{folder / CONFIG} is damaged, or not that of a run of this version")
     return saved
 
 

@@ -69,6 +69,9 @@ def test_other_words_stay_as_they_are(words: list[str]) -> None:
 
 
 def test_the_flag_of_a_sweep_comes_first() -> None:
+    assert message("seed=1,2", "run_dir=a", "-m") == (
+        "run_dir=a: the jobs of a sweep have folders of their own; set hydra.sweep.dir for all of them"
+    )
     assert complete_overrides(["model=vit", "--multirun", "seed=1,2"]) == ["--multirun", "model=vit", "seed=1,2"]
 
 
@@ -90,6 +93,11 @@ def test_an_empty_path(word: str) -> None:
         ("run_dir='a=b'", "run_dir='a=b'"),
         ('run_dir="a=b"', 'run_dir="a=b"'),
         ("run_dir=a", "run_dir=a"),
+        ("run_dir=a é", "run_dir='a é'"),
+        ("data.root=~/a", f"data.root={Path.home()}/a"),
+        ('init_from="~/a"', f'init_from="{Path.home()}/a"'),
+        ("hydra.sweep.dir=it's", r"hydra.sweep.dir='it\'s'"),
+        (r"run_dir=${a:b}/c d-e.f,g\h", r"run_dir=${a:b}/c d-e.f,g\h"),
         ("tags=a=b", "tags=a=b"),
     ],
 )
@@ -115,6 +123,15 @@ def test_a_run_folder_restores_its_overrides(tmp_path: Path) -> None:
     assert complete_overrides([f'ckpt_path="{folder}"'])[:2] == ["model=vit", "optimizer.lr=0.5"]
     assert complete_overrides([f"ckpt_path={make_run(tmp_path / own, 'seed=3')}"])[0] == "seed=3"
     assert complete_overrides([f"init_from={folder}"]) == [f"init_from={folder}"], "a new run has its own"
+
+
+def test_a_damaged_configuration_of_a_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    for text in ("", "runtime: ["):
+        (folder / "config.yaml").write_text(text)
+        assert (
+            message(f"ckpt_path={folder}") == f"{folder}/config.yaml is damaged, or not that of a run of this version"
+        )
 
 
 def test_a_run_goes_on_in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,7 @@ PATHS = [
     ("predict=nowhere", "nowhere: there is no such folder, or no image in it"),
     ("data=module predict=tests", "has no option predict_dir; set predict=true to predict the samples of its"),
     ("run_dir=/proc/nothing", "cannot make the folder /proc/nothing (No such file or directory): set run_dir"),
+    ("-m seed=0,1 hydra.sweep.dir=/proc/x", "hydra.sweep.dir=/proc/x: cannot make the folder (No such file or"),
     ("sweep=tests", "tests: there is no sweep in that folder"),
 ]
 TOGETHER = [  # options that exclude or need each other
@@ -104,7 +105,7 @@ def test_refused_by_the_command_line(words: str, message: str, folder: Path) -> 
         pytest.skip("there is a GPU")
     given = shlex.split(words)
     place = "hydra.sweep.dir" if given[0] == "-m" else "run_dir"
-    places = [] if given[0].startswith(("hydra/", "sweep=")) or "run_dir" in words else [f"{place}={folder}"]
+    places = [] if given[0].startswith(("hydra/", "sweep=")) or "dir=" in words else [f"{place}={folder}"]
     cpu = [] if "accelerator" in words or given[0].startswith("sweep=") else ["trainer.accelerator=cpu"]
     _, err = run_here(*given, *cpu, *places, code=1)
     assert message in error_line(err)
