@@ -109,6 +109,9 @@ def check_value(option: str, value: Any, hint: Any) -> None:
     """Check that a flag, a number or a list of them is none of the others, nor a text: `no` would count as true."""
     from torch import Tensor  # late, because `train.py --help` imports this file
 
+    inner = [kind for kind in typing.get_args(hint) if kind is not NoneType]
+    if len(inner) == 1 and typing.get_origin(hint) in (typing.Union, UnionType):  # an optional list is a list
+        hint = inner[0]
     kinds = [kind for kind in typing.get_args(hint) or [hint] if kind not in (NoneType, Tensor, ...)]
     if not kinds or not all(kind in list(_KINDS) for kind in kinds):
         return

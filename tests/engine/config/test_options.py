@@ -1,6 +1,7 @@
 """Options that nothing reads, that a class does not accept, or of a wrong type are refused before anything is built."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,6 +99,15 @@ def test_a_text_is_refused_only_where_none_fits(value: Any, hint: Any) -> None:
     check_value("option", value, hint)
     with pytest.raises(UserError, match="option=a: give true or false or a number"):
         check_value("option", "a", bool | float | None)
+
+
+@pytest.mark.parametrize("hint", [Sequence[int], Sequence[int] | None, list[int]])
+@pytest.mark.parametrize(
+    ("value", "is_list"), [([3, 1], True), (None, True), (3, False), ([3, "a"], False), ("a", False)]
+)
+def test_a_list_of_numbers_is_one(value: Any, is_list: bool, hint: Any) -> None:
+    with nullcontext() if is_list else pytest.raises(UserError, match="give a list, each an integer"):
+        check_value("option", value, hint)
 
 
 def test_another_class_leaves_out_the_options_of_the_previous_one(small: list[str], tmp_path: Path) -> None:

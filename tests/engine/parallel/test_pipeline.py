@@ -127,6 +127,13 @@ def test_split_minimizes_the_largest_stage(costs: list[int], stages: int, sizes:
     assert [len(stage) for stage in cut(blocks(costs), stages, "auto")] == sizes
 
 
+def test_the_name_of_one_block_is_a_cut() -> None:
+    four = blocks([1, 1, 1, 1])
+    assert [len(stage) for stage in cut(four, 2, four[1].name)] == [1, 3]
+    with pytest.raises(UserError, match=r"strategy\.split: no cut can be before middle; known: "):
+        cut(four, 2, "middle")
+
+
 def test_no_stage_is_without_parameters() -> None:
     """Flattening costs nothing but sends a full image on, so the even split would give it a stage."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(3072, 16), nn.Linear(16, 10))

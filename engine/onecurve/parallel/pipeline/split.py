@@ -20,7 +20,8 @@ def cut(blocks: Sequence[Block], stages: int, split: str | Sequence[str]) -> lis
             f"strategy=pipeline: {stages} stages, but `model` has {trained} blocks with parameters to train: lower "
             "trainer.devices (interleaved and zero-bubble schedules make two stages per process)"
         )
-    cuts = _balanced_cuts(blocks, stages) if isinstance(split, str) else _named_cuts(blocks, stages, split)
+    names = [split] if isinstance(split, str) else split
+    cuts = _balanced_cuts(blocks, stages) if split == "auto" else _named_cuts(blocks, stages, names)
     bounds = list(pairwise([0, *cuts, len(blocks)]))
     if not all(_is_stage(blocks, start, end) for start, end in bounds):
         raise UserError(
