@@ -67,16 +67,11 @@ class Candidate:
 
 @dataclass
 class Plan:
-    """The candidates for a run, the best first.
-
-    Attributes:
-        steps: optimizer steps of the run.
-        single: a step on one device; None if that would be refused.
-    """
+    """The candidates for a run, the best first."""
 
     job: Job
-    steps: int
-    single: Estimate | None
+    steps: int  # optimizer steps of the run
+    single: Estimate | None  # a step on one device; None if that would be refused
     candidates: list[Candidate]
 
 
