@@ -205,9 +205,11 @@ def _reduced(numbers: list[_Number]) -> float:
 
 
 def _tolerance(module: L.LightningModule) -> float:
-    weight = next(module.parameters())
-    is_precise = weight.is_cpu or weight.dtype is torch.float64
-    return _TOLERANCES.get(weight.dtype, _OTHER_TOLERANCE) if is_precise else _OTHER_TOLERANCE
+    """Return the tolerance of the least precise weights: a head in bfloat16 rounds what float32 layers compute."""
+    kinds = {(weight.dtype, weight.is_cpu or weight.dtype is torch.float64) for weight in module.parameters()}
+    return max(
+        _TOLERANCES.get(dtype, _OTHER_TOLERANCE) if is_precise else _OTHER_TOLERANCE for dtype, is_precise in kinds
+    )
 
 
 def _passes(trainer: Any, step: str, first: int, count: int) -> list[_Pass] | str:

@@ -81,6 +81,22 @@ def test_found(module: type, precision: str, folder: Path) -> None:
         run_experiment(compose(folder, *words))
 
 
+class HalfHead(Vectors):
+    """Computes its last layer in bfloat16, which rounds the loss and the gradients of all layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 3).bfloat16()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.head(self.net(batch[0]).bfloat16()).float(), batch[1])
+
+
+def test_half_precision_of_one_layer_is_no_loss_that_does_not_divide(folder: Path) -> None:
+    words = [*of_class(HalfHead), "trainer.precision=32-true", "trainer.accumulate_grad_batches=2"]
+    run_experiment(compose(folder, *words, "trainer.max_steps=1"))
+
+
 class Contrasting(Vectors):
     """Compares its samples with those of all ranks."""
 
