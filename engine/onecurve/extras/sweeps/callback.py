@@ -96,7 +96,8 @@ def _print(title: str, rows: list[dict[str, Any]], columns: list[str]) -> None:
         if row.get("error"):
             cells[-1] += f": {row['error'][:_MAX_ERROR_LENGTH]}"
         table.add_row(*cells)
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    # Without markup, which takes `[ema,early_stopping]` for a style, and fails at the `[/path]` of an error.
+    Console(width=None if sys.stdout.isatty() else 200, markup=False).print(table)
 
 
 def _write(file: Path, rows: list[dict[str, Any]]) -> None:

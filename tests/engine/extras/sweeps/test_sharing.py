@@ -91,6 +91,15 @@ def test_job_killed_with_its_launcher_counts_as_failed(tmp_path: Path, capsys: p
     assert "killed" in capsys.readouterr().out
 
 
+def test_brackets_in_the_table_of_a_sweep_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "0").mkdir()
+    Job(["callbacks=[ema,early_stopping]"], "failed", error="no file in [/data/x]").write(tmp_path / "0")
+    assert not report(tmp_path)
+    printed = capsys.readouterr().out
+    assert "callbacks=[ema,early_stopping]" in printed
+    assert "no file in [/data/x]" in printed
+
+
 SLURM_TASK = {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train"}
 SLURM_TASK |= {"SLURM_NTASKS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "6"}
 
