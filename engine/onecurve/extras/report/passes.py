@@ -28,6 +28,8 @@ def passes_chart(run: RunFolder) -> Markup:
     """Return the chart of a recorded step, and above it a simulated one; empty if no step of the run is recorded."""
     schedule, count = run.config.get("strategy.schedule"), run.config.get("strategy.microbatches")
     ranks = run.config.get("strategy.stages") or run.world_size
+    if run.config.get("bit_exact") and ranks and run.world_size:  # the micro-batches are a replica's virtual ranks
+        count = run.config["virtual_ranks"] * ranks // run.world_size
     if schedule not in SCHEDULES or not (count and ranks and run.rank_seconds):
         return Markup()
     recorded = fastest_step(run.path, order_of_passes(schedule, ranks, count))

@@ -92,14 +92,23 @@ def _charts(groups: dict[str, dict[str, Curve]]) -> list[Markup]:
     return [
         metric_chart(group, curves)
         for group, curves in groups.items()
-        if len(curves) <= _MOST_CURVES and any(len(curve.values) > 1 for curve in curves.values())
+        if len(curves) <= _MOST_CURVES and _has_course(curves)
     ]
+
+
+def _has_course(curves: dict[str, Curve]) -> bool:
+    return any(len(curve.values) > 1 for curve in curves.values())
 
 
 def _curve_section(run: RunFolder) -> Section:
     groups = _groups(run, "")
-    single = [next(iter(curves.items())) for curves in groups.values() if len(curves) == 1]
-    rows = [(name, float(curve.values[0]), int(curve.steps[0])) for name, curve in single if len(curve.values) == 1]
+    single = [
+        one
+        for curves in groups.values()
+        if len(curves) <= _MOST_CURVES and not _has_course(curves)
+        for one in curves.items()
+    ]
+    rows = [(name, float(curve.values[0]), int(curve.steps[0])) for name, curve in single]
     once = parts.card("Logged once", parts.table(("metric", "value", "step"), rows)) if rows else ""
     body = parts.grid([*_charts(groups), once]).strip() or parts.muted("No metric was logged.")
     note = "Training values are those of single steps; a bold line is the mean of sections of a long curve."

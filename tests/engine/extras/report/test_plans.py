@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from onecurve.extras.report import write_page_of
 from onecurve.extras.report.plan_page import write_plan_page
@@ -42,6 +43,15 @@ def test_simulated_passes_are_above_the_recorded_ones(tmp_path: Path) -> None:
     ]
     simulated, recorded = (part for part in chart["data"] if part["name"] == "backward")
     assert simulated["base"] == pytest.approx(recorded["base"], abs=1e-3)  # milliseconds; UNIX times are rounded
+
+
+def test_passes_of_virtual_ranks(tmp_path: Path) -> None:
+    """With bit_exact=true they are the micro-batches, also if strategy.microbatches is too small for 1f1b."""
+    folder = write_run(tmp_path / "run")
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["strategy"] |= {"schedule": "1f1b", "microbatches": 1}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config | {"bit_exact": True, "virtual_ranks": 4}))
+    assert "Passes of 1f1b" in write_page_of(folder).read_text()
 
 
 def test_simulated_passes_wait_for_nothing_but_their_inputs(tmp_path: Path) -> None:

@@ -114,6 +114,15 @@ def test_nothing_but_the_configuration(tmp_path: Path) -> None:
     assert "Ranks" not in page
 
 
+def test_a_run_of_one_row(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.csv").write_text("step,epoch,train/loss,val/loss,lr\n0,0,2.5,2.25,0.125\n")
+    page = write_page_of(folder).read_text()
+    assert "Logged once" in page
+    assert all(f">{value}</td>" in page for value in (2.5, 2.25, 0.125))
+
+
 def test_not_a_number_is_said(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", cells={"train/loss": float("nan"), "lr": float("inf")})
     page = write_page_of(folder).read_text()
