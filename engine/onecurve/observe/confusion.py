@@ -80,7 +80,7 @@ class Evaluation(L.Callback):
         # The first is zero in a process that is spawned for the test.
         trained = trained_steps(trainer) or steps_of_loggers(trainer)
         step = trained if self._loaded_step is None else self._loaded_step
-        evaluation = {"step": step, "classes": data.classes, "confusion": confusion.tolist()}
+        evaluation = {"step": step, "classes": [*map(str, data.classes)], "confusion": confusion.tolist()}
         file = Path(trainer.default_root_dir) / "evaluation" / f"{stage}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(file) as temporary:

@@ -126,7 +126,7 @@ class Throughput(L.Callback):
 
 
 def flops_per_sample(net: Any, input_shape: tuple[int, ...]) -> float | None:
-    """Return the FLOPs per training sample of a network, or None if its forward pass reads values.
+    """Return the FLOPs per training sample of a network, or None if that fails, such as where it reads values.
 
     A copy with tensors of the meta device computes nothing, and leaves weights, buffers and random generators alone.
     The network must be neither sharded, split nor compiled.
@@ -137,9 +137,13 @@ def flops_per_sample(net: Any, input_shape: tuple[int, ...]) -> float | None:
         meta[id(weight)].requires_grad_(weight.requires_grad)
     inputs = torch.empty(_NUM_SAMPLES, *input_shape, dtype=weights[0].dtype, device="meta")
     try:
-        return measure_flops(net, lambda: copy.deepcopy(net, meta)(inputs), torch.sum) / _NUM_SAMPLES
-    except (RuntimeError, NotImplementedError):  # meta tensors have no values
+        return measure_flops(net, lambda: copy.deepcopy(net, meta)(inputs), _total) / _NUM_SAMPLES
+    except Exception:  # meta tensors have no values; an error of the network itself comes again when it trains
         return None
+
+
+def _total(outputs: Any) -> Tensor:
+    return torch.stack([one.sum() for one in tree_leaves(outputs) if isinstance(one, Tensor)]).sum()
 
 
 def peak_flops(trainer: L.Trainer, module: L.LightningModule) -> float | None:

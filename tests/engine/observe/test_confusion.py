@@ -121,7 +121,7 @@ def test_refuses_a_module_that_returns_no_logits(small: list[str], tmp_path: Pat
 
 
 class Vectors(L.LightningDataModule):
-    classes = ("a", "b")
+    classes = range(2)
 
     def train_dataloader(self) -> Any:
         generator = torch.Generator().manual_seed(0)
