@@ -104,8 +104,11 @@ def write_page(
 
     shared = scripts and scripts / f".plotly-{version('plotly')}.min.js"  # hidden: runs/* are the runs alone
     if shared and not shared.is_file():
-        with atomic_write(shared) as temporary:
-            temporary.write_text(get_plotlyjs())
+        try:
+            with atomic_write(shared) as temporary:
+                temporary.write_text(get_plotlyjs())
+        except OSError:  # such as beside a mounted folder, in a container
+            shared = None
     content = _ENVIRONMENT.get_template("page.html.j2").render(
         kind=kind,
         title=title,

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from onecurve.extras.jobs import Job
 from onecurve.extras.report import write_page_of
+from onecurve.extras.report.run_page import write_run_page
 from onecurve.launch.outcome import run_lifecycle
 from onecurve.records.events import append_event
 from scripts.report import main, write
@@ -76,6 +77,12 @@ def test_runs_and_jobs_share_plotly(tmp_path: Path) -> None:
         assert f'<script src="{link}' in write_page_of(folder).read_text()
     write_page_of(tmp_path / "run" / "evaluation" / "..")
     assert len(list(tmp_path.rglob(".plotly-*.js"))) == 1
+
+
+def test_plotly_is_in_the_page_where_it_cannot_be_beside_it(tmp_path: Path) -> None:
+    page = write_run_page(write_run(tmp_path / "run"), tmp_path / "missing").read_text()
+    assert "<script src" not in page
+    assert len(page) > 1e6
 
 
 def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:
