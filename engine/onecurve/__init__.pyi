@@ -4,7 +4,7 @@ from .data.ordered_data import OrderedData as OrderedData
 from .parallel.ddp import DDP as DDP
 from .parallel.fsdp import FSDP as FSDP
 from .parallel.pipeline.pipeline import Pipeline as Pipeline
-from .optim.muon import Muon as Muon
+from .optim.muon import muon as muon
 from .run.ema import EMA as EMA
 
 # train.py

@@ -5,6 +5,7 @@ the options of github.com/KellerJordan/cifar10-airbench. torch.optim.Muon accept
 vectors.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ _LINEAR, _CUBIC, _QUINTIC = 3.4445, -4.7750, 2.0315
 
 
 def muon(
-    params: list[dict[str, Any]],
+    params: Iterable[Any],
     lr: float,
     momentum: float = 0.95,
     head_scale: float = 5.0,
@@ -36,7 +37,7 @@ def muon(
     """Build the optimizer over named parameters, grouped by their role.
 
     Args:
-        params: groups of (name, parameter) pairs.
+        params: (name, parameter) pairs, as those of `named_parameters()`, or groups of them.
         lr: learning rate of the filters and matrices of hidden layers: about the size of a step in every direction.
         momentum: Nesterov momentum of the filters and matrices of hidden layers.
         head_scale: SGD learning rate of the weights of the block `head`, the last one, in units of `lr`.
@@ -63,8 +64,8 @@ def muon(
         }
         for role, rate in rates.items()
     }
-    for group in params:
-        for name, parameter in group["params"]:
+    for one in params:
+        for name, parameter in one["params"] if isinstance(one, dict) else [one]:
             groups[_role(name, parameter)]["params"].append((name, parameter))
     return Muon([group for group in groups.values() if group["params"]], compile)
 

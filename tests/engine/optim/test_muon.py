@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import onecurve
 from onecurve.optim.groups import build_optimizer
 from onecurve.optim.muon import muon, orthogonalize
 from src.models.airbench import airbench
@@ -26,6 +27,15 @@ def take_steps(net: nn.Module, optimizer: Optimizer, steps: int = 3) -> dict[str
             parameter.grad = torch.randn(parameter.shape, generator=generator) if parameter.requires_grad else None
         optimizer.step()
     return {name: tensor.detach().clone() for name, tensor in net.named_parameters()}
+
+
+def test_takes_the_parameters_of_a_module() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = onecurve.muon(net.named_parameters(), lr=0.1)
+    before = {name: weight.detach().clone() for name, weight in net.named_parameters()}
+    after = take_steps(net, optimizer, steps=1)
+    assert all(not torch.equal(after[name], before[name]) for name in before)
+    assert [group["name"] for group in optimizer.param_groups] == ["filters", "vectors"]
 
 
 @pytest.mark.parametrize("shape", [(8, 64), (64, 8), (32, 4, 3, 3), (16, 16)])
