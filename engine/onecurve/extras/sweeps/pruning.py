@@ -5,6 +5,8 @@ from typing import Any
 
 import lightning as L
 
+from onecurve.errors import UserError
+
 _log = logging.getLogger(__name__)
 PRUNED = "pruned"  # attribute of a pruned trial, which the sweeper reads
 
@@ -33,6 +35,11 @@ class Pruning(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.address is None or trainer.sanity_checking:
             return
+        if self.monitor not in trainer.callback_metrics:  # on every rank, before they wait for rank zero
+            raise UserError(
+                f"callbacks.pruning.monitor={self.monitor} is not logged in validation: take one of "
+                f"{', '.join(sorted(trainer.callback_metrics))}"
+            )
         should_prune = trainer.strategy.broadcast(trainer.is_global_zero and self._should_prune(trainer))
         trainer.should_stop = trainer.should_stop or should_prune
 
