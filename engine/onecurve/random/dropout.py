@@ -104,7 +104,8 @@ def use_sample_dropout(net: nn.Module) -> None:
     for name, part in list(net.named_modules(remove_duplicate=False)):
         if type(part) is nn.Dropout:
             layer = SampleDropout()
-            vars(layer).update(vars(part))  # also its mode, as a frozen part of the network is in that of evaluation
+            # Its mode too, as a frozen part is in that of evaluation; but not a call that it has compiled.
+            vars(layer).update(part.__getstate__())
             net.set_submodule(name, layer)
     salt_by_name(net)
 

@@ -54,6 +54,14 @@ def test_a_layer_keeps_its_mode_and_its_hooks() -> None:
     assert torch.equal(net(torch.ones(ELEMENTS)), torch.full((ELEMENTS,), 2.0))
 
 
+def test_a_layer_that_is_compiled_by_itself_has_the_masks_of_samples() -> None:
+    net = nn.Sequential(nn.Dropout(RATE))
+    net[0].compile(backend="eager")
+    use_sample_dropout(net)
+    (layer,) = dropouts(net)
+    assert torch.equal(masks(layer, (ELEMENTS,)), masks(layer, (ELEMENTS,)))
+
+
 @pytest.mark.parametrize("shape", [(ELEMENTS,), (3, 100, 10), (5, 1, 24, 25)])
 def test_masks_look_like_independent_draws(shape: tuple[int, ...]) -> None:
     """Masks of different samples, elements, layers, epochs and calls correlate only by chance."""
