@@ -84,13 +84,17 @@ def combine(batch: Any) -> StepParts:
     return combined
 
 
-def batch_of_hooks(parts: StepParts, bit_exact: bool) -> Any:
-    """Return what the hooks of a step get: the batch of the first virtual rank, or that of all micro-batches."""
+def batch_of_hooks(parts: StepParts, bit_exact: bool, is_divided: bool = False) -> Any:
+    """Return what the hooks of a step get: the batch of the first virtual rank, or that of all micro-batches.
+
+    `is_divided` says whether other ranks or micro-batches hold parts of the same global batch.
+    """
     batches = [part.batch for part in parts]
-    if bit_exact and any(batch is None for batch in batches):  # Lightning would skip the step, on this rank alone
+    # Lightning would skip the step, on this rank alone.
+    if (bit_exact or is_divided) and any(batch is None for batch in batches):
         raise UserError(
-            "bit_exact=true: collate_fn returns None for the samples of a virtual rank, and the others train theirs: "
-            "leave samples out in the dataset"
+            "collate_fn returns None for the samples of a process, micro-batch or virtual rank, and the others train "
+            "theirs: leave samples out in the dataset"
         )
     return batches[0] if bit_exact or len(batches) == 1 else join(batches, parts)
 
@@ -144,6 +148,8 @@ def _has_rows(item: Any, size: int | None) -> bool:
 
 def _join_leaves(*values: Any) -> Any:
     first = values[0]
+    if any(type(value) is not type(first) for value in values):  # such as None, and an array
+        return list(values)
     if isinstance(first, Tensor) and first.ndim and all(value.shape[1:] == first.shape[1:] for value in values):
         return torch.cat(values)
     if isinstance(first, Tensor) and first.ndim == 0 and first.is_floating_point():

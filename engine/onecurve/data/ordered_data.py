@@ -174,7 +174,7 @@ class OrderedData(L.LightningDataModule):
         """
         self.parts = batch.map(self._after_transfer, dataloader_idx)
         self.use_samples_of_hooks()
-        return batch_of_hooks(self.parts, self.bit_exact)
+        return batch_of_hooks(self.parts, self.bit_exact, self.division.is_divided)
 
     def use_samples_of(self, part: StepPart) -> None:
         """Let `sample_index` be that of a part of the step."""

@@ -144,8 +144,8 @@ class SeededSamples(Dataset[Any]):
             seed_generators(int(hash_ints(int(keys[0]))))
             with refuse_draws("collate_fn", self.is_divided and self.collate is not default_collate):
                 batch = self.collate(items)
-            is_lost = self.is_divided and batch is None  # Lightning would skip the step, on this rank alone
-            made = 0 if is_lost else self.axis.samples_in(batch) if self.is_divided and self.axis else len(items)
+            is_counted = self.is_divided and self.axis and batch is not None  # None is refused by `batch_of_hooks`
+            made = self.axis.samples_in(batch) if is_counted else len(items)
             if made != len(items):
                 raise UserError(
                     f"collate_fn makes a batch of {made:g} samples from {len(items)}, so the curve would depend on the "

@@ -3,6 +3,7 @@
 from collections import OrderedDict, namedtuple
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ def parts(*sizes: int | None) -> list[StepPart]:
 
 
 def plain(value: Any) -> Any:
-    """Return lists in place of tensors, which `==` compares."""
-    if isinstance(value, Tensor):
+    """Return lists in place of tensors and arrays, which `==` compares."""
+    if isinstance(value, Tensor | np.ndarray):
         return value.tolist()
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
@@ -65,6 +66,10 @@ def plain(value: Any) -> Any:
         ([{"name": ["a", "b"]}, {"name": ["c"]}], (None, None), {"name": [["a", "b"], ["c"]]}),
         ([{"a": 1}, {"b": 1}], (1, 1), [{"a": 1}, {"b": 1}]),
         ([None, None], (1, 1), None),
+        # Parts that lack something, which others have.
+        ([{"mask": None}, {"mask": rows(1, 2)}], (2, 2), {"mask": [None, [1, 2]]}),
+        ([{"mask": rows(1, 2)}, {"mask": None}], (2, 2), {"mask": [[1, 2], None]}),
+        ([{"mask": None}, {"mask": np.ones(2)}], (2, 2), {"mask": [None, [1, 1]]}),
     ],
 )
 def test_joins(batches: list[Any], sizes: tuple[int | None, ...], expected: Any) -> None:

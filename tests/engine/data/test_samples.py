@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from onecurve.data import rank_loader
+from onecurve.data.batch import StepParts, as_part, batch_of_hooks
 from onecurve.data.layout import DataParallelInfo
 from onecurve.data.rank_batches import EvaluationBatches
 from onecurve.data.rank_loader import RankLoader, SampleAxis, SeededSamples, fetches_batches, find_sample_axis
@@ -197,9 +198,11 @@ def test_a_part_of_a_batch_must_keep_its_samples(width: int) -> None:
 def test_a_part_of_a_batch_must_not_be_left_out(axis: SampleAxis | None) -> None:
     """Lightning skips the step of a batch that is None, on the rank alone that has it."""
     positions = torch.tensor([[0, 1], [7, 8]])
-    with pytest.raises(UserError, match="collate_fn makes a batch of 0 samples from 2"):
-        SeededSamples(Squares(), lambda items: None, is_divided=True, axis=axis).__getitems__(positions)
-    assert SeededSamples(Squares(), lambda items: None).__getitems__(positions)[1] is None
+    samples = SeededSamples(Squares(), lambda items: None, is_divided=True, axis=axis)
+    parts = StepParts([as_part(*samples.__getitems__(positions))])
+    with pytest.raises(UserError, match=r"collate_fn returns None for the samples of a process, .* out in the dataset"):
+        batch_of_hooks(parts, bit_exact=False, is_divided=True)
+    assert batch_of_hooks(parts, bit_exact=False) is None
 
 
 def test_collate_must_not_draw_for_a_part() -> None:
