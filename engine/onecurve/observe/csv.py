@@ -73,7 +73,8 @@ class CSVLogger(Logger):
         rows = self._read()
         if step is None:
             step = rows[-1]["step"] if rows else 0
-        row = {"step": step} | {name: one.item() if isinstance(one, Tensor) else one for name, one in metrics.items()}
+        metrics = {name: one.tolist() if isinstance(one, Tensor) else one for name, one in metrics.items()}
+        row = {"step": step} | metrics
         place = bisect_right(rows, step, key=itemgetter("step"))  # behind the rows of this step and of earlier ones
         known = rows[place - 1] if place and rows[place - 1]["step"] == step else None
         if known is None or _is_second_test(known, metrics):

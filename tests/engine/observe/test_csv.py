@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from lightning.pytorch.utilities import rank_zero_only
 
 from onecurve.observe.csv import CSVLogger
@@ -81,6 +82,15 @@ def test_a_row_without_a_step_is_that_of_the_last_one(tmp_path: Path) -> None:
     again.cut(4)
     again.log_metrics({"loss": 0.3}, step=5)
     assert [row["step"] for row in read_rows(tmp_path)] == ["0", "5"]
+
+
+def test_a_tensor_is_a_number_in_one_row(tmp_path: Path) -> None:
+    """A module may log what it has, also of a test; those of a tensor with several values are a list."""
+    metrics: Any = {"test/loss": torch.tensor(0.5), "of": torch.ones(2)}
+    logger = CSVLogger(tmp_path)
+    for _ in range(2):
+        logger.log_metrics(metrics, step=4)
+    assert read_rows(tmp_path) == [{"step": "4", "epoch": "", "test/loss": "0.5", "of": "[1.0, 1.0]"}]
 
 
 def test_calls_to_its_experiment_do_nothing(tmp_path: Path) -> None:
