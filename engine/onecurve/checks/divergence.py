@@ -16,8 +16,8 @@ class FiniteCheck(L.Callback):
 
     The loss is checked at every log point: what the step returns, where all ranks stop together, or `train/loss` of a
     module that takes weighted batches, which is the same on every rank. All trained weights are checked before a
-    checkpoint is saved; a buffer, such as a mask of attention, may be infinite. If ranks hold different weights, or no
-    `train/loss` is logged, one rank may stop alone; the launcher then ends the others.
+    checkpoint is saved, and its buffers: one may be infinite, as a mask of attention is, but not NaN. If ranks hold
+    different weights, or no `train/loss` is logged, one rank may stop alone; the launcher then ends the others.
     """
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
@@ -35,6 +35,9 @@ class FiniteCheck(L.Callback):
         for name, weight in pl_module.named_parameters():
             if weight.requires_grad and not to_local(weight).isfinite().all():
                 raise _divergence(trainer, f"{name} is not finite")
+        for name, buffer in pl_module.named_buffers():
+            if name in checkpoint["state_dict"] and to_local(buffer).isnan().any():
+                raise _divergence(trainer, f"{name} is NaN")
 
 
 def _divergence(trainer: L.Trainer, problem: str) -> DivergedUserError:

@@ -227,7 +227,8 @@ class DDP(DDPStrategy):
             for optimizer in self.optimizers:  # or a hook would change a state that is not that of the steps
                 _share_state(optimizer)
                 optimizer.register_load_state_dict_post_hook(_share_state)
-            for schedule in [one for config in self.lr_scheduler_configs for one in _with_inner(config.scheduler)]:
+            # Each once: one may be in two attributes of another.
+            for schedule in {one for config in self.lr_scheduler_configs for one in _with_inner(config.scheduler)}:
                 schedule.optimizer = self.optimizers[optimizers.index(schedule.optimizer)]
 
     def on_train_start(self) -> None:

@@ -18,6 +18,7 @@ from onecurve.records.events import append_event
 from onecurve.run.arguments import REFUSED
 from onecurve.run.ckpt_path import monitoring
 from onecurve.run.predictions import PredictionWriter
+from onecurve.run.recorder import numbers_in
 from onecurve.run.result import Result
 from onecurve.run.trainer import Trainer
 from onecurve.targets import build, check_options, locate
@@ -41,7 +42,7 @@ def run_experiment(cfg: DictConfig) -> Result:
         if isinstance(interrupted.__context__, KeyboardInterrupt):  # Lightning replaces it (trainer/call.py)
             raise KeyboardInterrupt from None
         raise
-    metrics = {name: float(value) for name, value in trainer.final_metrics.items() if value.numel() == 1}
+    metrics = numbers_in(trainer.final_metrics)
     if trainer.is_global_zero:
         # `ddp_spawn` restores this count in the main process, but not `global_step`.
         append_event(cfg.run_dir, "finished", steps_of_loggers(trainer) if cfg.fit else None)

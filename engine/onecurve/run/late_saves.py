@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import lightning as L
@@ -32,8 +32,8 @@ class LateSaves(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # `last.ckpt` has the state of the others, also of those that the module has made (`configure_callbacks`).
-        made: Any = trainer
-        made.callbacks = sorted(made.callbacks, key=lambda one: isinstance(one, LastCheckpoint))
+        # In place, as Lightning goes through the list now, to which a later callback may add another.
+        cast(Any, trainer).callbacks.sort(key=lambda one: isinstance(one, LastCheckpoint))
         for saver in trainer.checkpoint_callbacks:
             if isinstance(saver, ModelCheckpoint):
                 saver.dirpath = saver.dirpath or str(Path(trainer.default_root_dir) / CHECKPOINTS)

@@ -2,7 +2,7 @@
 
 import logging
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -105,8 +105,7 @@ class RunRecorder(L.Callback):
         checkpoint["config"] = self._config_text or OmegaConf.to_yaml(self.config)  # none if the fit did not begin
         checkpoint["experiment"] = asdict(self._experiment) if self._experiment else None
         checkpoint["numerics"] = numerics(pl_module)
-        numbers = {name: one for name, one in trainer.callback_metrics.items() if torch.as_tensor(one).numel() == 1}
-        checkpoint["metrics"] = {name: float(value) for name, value in numbers.items()}  # no confusion matrix
+        checkpoint["metrics"] = numbers_in(trainer.callback_metrics)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.training and self._experiment:
@@ -242,6 +241,11 @@ def _batch_size(data: Any) -> str:
     micro_batches = data.layout.micro_batches
     mean_size = batch / micro_batches / dp_size  # uneven shares are larger and smaller
     return f"{batch} = {dp_size} x {micro_batches} micro-batches x {round(mean_size, 2):g} per device"
+
+
+def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that are a number, and no confusion matrix."""
+    return {name: float(value) for name, value in metrics.items() if torch.as_tensor(value).numel() == 1}
 
 
 def _left_out(data: Any) -> str:

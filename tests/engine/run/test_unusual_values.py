@@ -7,12 +7,14 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 import onecurve
+from onecurve.run.recorder import numbers_in
 from tests.support.comparison import read_rows
 
 
@@ -120,7 +122,7 @@ class Scheduled(BoringModel):
         optimizer = torch.optim.SGD(self.parameters(), 0.1)
         parts: list[Any] = [torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 1)]
         parts.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1))
-        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [2])
+        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [*parts, parts[1]], [2, 9])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -154,3 +156,40 @@ def test_a_layer_without_a_shape_is_named(folder: Path) -> None:
     module.head = nn.LazyLinear(2)
     with pytest.raises(onecurve.UserError, match=r"head\.weight has no shape yet: call its layer with an example"):
         fit(folder, module)
+
+
+class Normalized(BoringModel):
+    """Has statistics that become NaN in a step that changes no weight, as with a gradient that a scaler skips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.norm(torch.full((2, 32), torch.inf))
+
+
+def test_statistics_that_are_nan_are_not_saved(folder: Path) -> None:
+    with pytest.raises(onecurve.DivergedUserError, match=r"norm\.running_var is NaN at step 2"):
+        fit(folder, Normalized())
+
+
+class Adds(L.Callback):
+    """Adds another callback as a stage begins."""
+
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+
+    def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
+        trainer.callbacks.append(LambdaCallback(setup=lambda *_, stage: self.stages.append(stage)))
+
+
+def test_a_callback_that_another_one_adds_is_set_up(folder: Path) -> None:
+    adding = Adds()
+    fit(folder, BoringModel(), callbacks=[adding])
+    assert adding.stages == ["fit"]
+
+
+def test_a_callback_may_set_a_metric_that_is_no_tensor() -> None:
+    metrics = {"loss": torch.tensor(0.5), "score": 2, "confusion": torch.ones(2, 2)}
+    assert numbers_in(metrics) == {"loss": 0.5, "score": 2}
