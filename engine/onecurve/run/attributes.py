@@ -50,7 +50,7 @@ class Attributes(L.Callback):
         numbers = {key: one for key, one in _attributes(trainer, pl_module).items() if not isinstance(one, Tensor)}
         of_ranks = names_that_differ(numbers)  # such as the seed of a rank, which a hook has set
         for name, value in self._saved.items():
-            path, key = name.rpartition(".")[::2]
+            path, _dot, key = name.rpartition(".")
             if path in parts and name not in of_ranks:  # edited code may have another path
                 own = vars(parts[path])
                 present = own.get(key)

@@ -56,9 +56,9 @@ class PreparingConnector(CheckpointConnector):
         module = trainer.lightning_module
         trainer.precision_plugin.convert_module(module)
         use_sample_dropout(module)
-        for name, weight in module.named_parameters() if trainer.state.fn == "fit" else ():
-            if is_lazy(weight):
-                raise UserError(f"{name} has no shape yet: call its layer with an example in setup or configure_model")
+        lazy = [name for name, weight in module.named_parameters() if is_lazy(weight)]
+        if lazy and trainer.state.fn == "fit":
+            raise UserError(f"{lazy[0]} has no shape yet: call its layer with an example in setup or configure_model")
         for callback in trainer.callbacks:
             if isinstance(callback, NormGroups):
                 callback.setup(trainer, module, trainer.state.fn)
