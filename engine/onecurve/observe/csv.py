@@ -60,7 +60,10 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Write the resolved configuration, from which the run can be resumed; those of a module are in checkpoints."""
+        """Write the resolved configuration, from which the run can be resumed.
+
+        Checkpoints have the hyper-parameters that a module saves.
+        """
         if "runtime" not in params:
             return
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -45,19 +45,12 @@ ADVICE = "Raise trainer.accumulate_grad_batches, or use more devices."
 
 @dataclass
 class Candidate:
-    """A strategy, as it is chosen on the command line.
+    """A strategy, as it is chosen on the command line. It has no estimate and no configuration if it is refused."""
 
-    Attributes:
-        options: the overrides.
-        estimate: its step; None if the run would be refused.
-        strategy: its configuration; None likewise.
-        reason: why another one is better, or the error with which the run would be refused; empty for the best.
-    """
-
-    options: list[str]
+    options: list[str]  # the overrides
     estimate: Estimate | None = None
-    strategy: DictConfig | None = None
-    reason: str = ""
+    strategy: DictConfig | None = None  # its configuration
+    reason: str = ""  # why another one is better, or the error of the run; empty for the best
 
     @property
     def name(self) -> str:

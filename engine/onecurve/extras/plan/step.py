@@ -11,23 +11,16 @@ _RING_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_a
 
 @dataclass(frozen=True)
 class Job:
-    """What a run computes, and on what.
-
-    Attributes:
-        ranks, per_host: number of ranks, in all and on each host.
-        layout: the global batch and its micro-batches, on one process.
-        is_synchronized: `trainer.sync_batchnorm`.
-        recompute: whether blocks compute their activations again.
-    """
+    """What a run computes, and on what."""
 
     hardware: Hardware
-    ranks: int
-    per_host: int
-    layout: BatchLayout
-    is_synchronized: bool
+    ranks: int  # of all hosts
+    per_host: int  # ranks
+    layout: BatchLayout  # of the global batch and its micro-batches, on one process
+    is_synchronized: bool  # `trainer.sync_batchnorm`
     is_bit_exact: bool
     precision: str
-    recompute: bool
+    recompute: bool  # whether blocks compute their activations again
 
     @property
     def memory(self) -> float:
@@ -37,22 +30,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Collective:
-    """Equal calls of a collective by a rank in a step.
+    """Equal calls of a collective by a rank in a step."""
 
-    Attributes:
-        kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or send, which is a send or a receive.
-        nbytes: bytes of the full tensor of a call.
-        ranks, stride: ranks of the group, and the distance of their numbers.
-        calls: number of calls.
-        overlaps: whether a device computes meanwhile, if it can.
-    """
-
-    kind: str
-    nbytes: int
-    ranks: int
-    stride: int = 1
+    kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, or send for a send or a receive
+    nbytes: int  # of the full tensor of a call
+    ranks: int  # of the group
+    stride: int = 1  # distance of their numbers
     calls: int = 1
-    overlaps: bool = False
+    overlaps: bool = False  # whether a device computes meanwhile, if it can
 
     def is_within_host(self, job: Job) -> bool:
         """Return whether all ranks of the group are on one host."""
@@ -81,17 +66,11 @@ class Collective:
 
 @dataclass
 class Estimate:
-    """A training step of the rank that needs most.
+    """A training step of the rank that needs most."""
 
-    Attributes:
-        memory: bytes by category.
-        collectives: what the rank sends and receives.
-        seconds: seconds of the step by part.
-    """
-
-    memory: dict[str, int]
-    collectives: list[Collective]
-    seconds: dict[str, float]
+    memory: dict[str, int]  # bytes by category
+    collectives: list[Collective]  # what the rank sends and receives
+    seconds: dict[str, float]  # of the step, by part
 
     @property
     def nbytes(self) -> int:
