@@ -124,7 +124,8 @@ class EvaluationBatches(Sampler[Tensor]):
         self.rounds = -(-self.total_rounds // max(1, self.count))
 
     def __len__(self) -> int:
-        return self.count * len(self.firsts)
+        checked = self._first_checked()
+        return checked.count * len(checked.firsts)
 
     def __iter__(self) -> Iterator[Tensor]:
         """Yield indices in the dataset, and -1 for padding: one batch of a rank each."""
@@ -137,11 +138,8 @@ class EvaluationBatches(Sampler[Tensor]):
 
     def places(self) -> list[Tensor]:
         """Return the places of these batches in the order, and -1 for padding."""
-        if self.checked < self.num_samples:
-            first = int(self.checked) * self._unit
-            if self.rounds == 1:  # or a rank would have no sample of the last one
-                first += -first % self.samples_per_round
-            return EvaluationBatches(self.order[:first], *self._division).places()
+        if self.checked < math.inf:
+            return self._first_checked().places()
         missing = self.total_rounds * self.samples_per_round - self.num_samples
         places = F.pad(torch.arange(self.num_samples), (0, missing), value=-1)
         rounds = places.view(self.total_rounds, self.samples_per_round)
@@ -149,6 +147,15 @@ class EvaluationBatches(Sampler[Tensor]):
         sizes = [self.rounds - 1] * shorter + [self.rounds] * (self.count - shorter)
         own = [batch[:, first : first + self.share] for batch in rounds.split(sizes) for first in self.firsts]
         return [F.pad(rows, (0, 0, 0, self.rounds - len(rows)), value=-1).flatten() for rows in own]
+
+    def _first_checked(self) -> "EvaluationBatches":
+        """Return these batches, or those of the first samples if only some are checked."""
+        if self.checked == math.inf:
+            return self
+        samples = int(self.checked) * self._unit
+        if self.rounds == 1:  # or a rank would have no sample of the last one
+            samples += -samples % self.samples_per_round
+        return EvaluationBatches(self.order[:samples], *self._division)
 
     def check_no_rank_is_empty(self, split: str, parts: int | None = None) -> None:
         """Check that each batch of each rank has a sample; `parts` of them are one of the loader, if known."""

@@ -81,9 +81,10 @@ class StreamLoader(EpochStart):
             super().set_epoch(epoch)
 
     def __len__(self) -> int:
-        if self.steps is None:
+        steps = min(math.inf if self.steps is None else self.steps, self.checked)
+        if steps == math.inf:
             raise TypeError("the length of a stream is not known")
-        return self.steps * (len(list(self.divide(self.batch_size))) if self.evaluates else 1)
+        return int(steps) * (len(list(self.divide(self.batch_size))) if self.evaluates else 1)
 
     def __iter__(self) -> Iterator[StepParts]:
         held = _held(self.dataset) if self.epoch == 0 and not self.evaluates else None

@@ -121,8 +121,9 @@ class LoopChanges(L.Callback):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.on_train_start(trainer, pl_module)
-        if self._sanity_steps is not None:  # Lightning has read the lengths of the loaders by now
-            _check_first(trainer, self._sanity_steps)
+        if self._sanity_steps is not None and self._sanity_steps < math.inf:
+            loaders = _check_first(trainer, self._sanity_steps)  # whose lengths Lightning has read by now
+            trainer.num_sanity_val_steps = max(map(len, loaders))  # for progress bars
 
     def on_train_batch_start(self, *_: Any) -> None:
         for norm in self._norms:
@@ -151,11 +152,13 @@ class LoopChanges(L.Callback):
         self._missed.remove(epoch)
 
 
-def _check_first(trainer: L.Trainer, steps: float) -> None:
-    """Let the loaders of validation yield the samples of so many batches of the user's."""
-    loaders = cast(Any, L.Trainer.val_dataloaders).fget(trainer)  # None if a hook has failed before
-    for loader in [] if loaders is None else tree_flatten(loaders)[0]:
+def _check_first(trainer: L.Trainer, steps: float) -> list[Any]:
+    """Let the loaders of validation yield the samples of so many batches of the user's, and return them."""
+    collection = cast(Any, L.Trainer.val_dataloaders).fget(trainer)  # None if a hook has failed before
+    loaders = [] if collection is None else tree_flatten(collection)[0]
+    for loader in loaders:
         loader.sampler.checked = steps
+    return loaders
 
 
 def _setup_optimizers(setup: Callable[..., None], strategy: Any, trainer: L.Trainer) -> None:

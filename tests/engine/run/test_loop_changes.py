@@ -120,12 +120,16 @@ def test_gradients_stay_at_the_end_of_an_epoch_without_validation(folder: Path) 
 
 
 class CountsChecked(L.Callback):
-    """Counts the samples of the sanity check."""
+    """Counts the samples of the sanity check, and notes whether a progress bar ends with its last batch."""
 
-    samples = 0
+    samples, bar_is_full = 0, False
 
-    def on_validation_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
-        self.samples += len(batch) if trainer.sanity_checking else 0
+    def on_validation_batch_end(
+        self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if trainer.sanity_checking:
+            self.samples += len(batch)
+            self.bar_is_full = trainer.num_sanity_val_batches == [batch_idx + 1]
 
 
 @pytest.mark.parametrize("kind", [RandomDataset, pytest.param(RandomIterableDataset, marks=pytest.mark.slow)])
@@ -137,6 +141,7 @@ def test_a_sanity_check_has_the_same_samples_in_any_number_of_parts(kind: Any, f
         options |= {"accelerator": "cpu", "enable_progress_bar": False, "max_steps": 1, "callbacks": CountsChecked()}
         onecurve.Trainer(default_root_dir=folder / f"{number}", **options).fit(BoringModel(), loader, checked)
     assert [options["callbacks"].samples for options in parts] == [16] * 3
+    assert all(options["callbacks"].bar_is_full for options in parts)
 
 
 class FailsInSanityCheck(L.Callback):
