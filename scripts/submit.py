@@ -17,7 +17,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from onecurve.config.command_line import errors_explained
+from onecurve.config.command_line import complete_overrides, errors_explained
 from onecurve.config.folder import register_resolvers, unique_name
 from onecurve.config.resolve import runs_in_single_process
 from onecurve.errors import UserError
@@ -89,7 +89,7 @@ def main() -> None:
     register_resolvers()
     try:
         with errors_explained(arguments.overrides), hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            cfg = hydra.compose("train", arguments.overrides)
+            cfg = hydra.compose("train", complete_overrides(arguments.overrides))
         if cfg.fit and cfg.ckpt_path:  # which a job that is queued again would take anew
             raise UserError(
                 f"ckpt_path={cfg.ckpt_path}: give run_dir=RUN_DIR and the options of that run, which goes on"

@@ -5,6 +5,7 @@ The short forms on the command line are `best`, `last` and `RUN_DIR/best` for `c
 """
 
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +28,8 @@ from onecurve.records.files import CHECKPOINTS, CONFIG
 # torch warns on macOS, in each process, that it does not redirect output, which nothing here asks for.
 logging.getLogger("torch.distributed.elastic.multiprocessing.redirects").setLevel(logging.ERROR)
 _PATHS = "ckpt_path init_from run_dir predict sweep data.root data.source.file hydra.run.dir hydra.sweep.dir".split()
-_OF_NO_VALUE = re.compile(r"[^\w\s/\\.,:$%*@?|(){}\[\]+-]", re.ASCII)  # what Hydra takes in quotation marks only
+_NEEDS_QUOTES = re.compile(r"[^\w\s/\\.,:$%*@?|(){}\[\]+-]", re.ASCII)  # Hydra takes it in quotation marks only
+_HAS_QUOTES = re.compile(r"""(^|[,(])\s*['"]""")  # around the path, or one of a sweep
 _SWEEP = "multirun.yaml"  # the configuration of a sweep, which Hydra saves in the sweep's folder
 
 
@@ -38,9 +40,9 @@ def complete_overrides(words: Sequence[str]) -> list[str]:
     option on the command line replaces its saved override; a choice of a group (`model=...`) all of that group.
     """
     for word in words:
-        group, _, choice = word.partition("=")
-        names = _choices(group)
-        if names and choice not in names and re.fullmatch(r"(?i)null|true|false|[-+\d.]+", choice):
+        name, _, choice = word.partition("=")
+        names = _choices(group := name.lstrip("+"))
+        if names and choice not in names and re.fullmatch(r"(?i)null|true|false|[-+\d.e]+|[-+]?(inf|nan)", choice):
             # Hydra would end with a traceback.
             others = "" if group in (*REQUIRED_GROUPS, "callbacks") else f", or ~{group} to leave it out"
             raise UserError(f"{word}: give one of {', '.join(names)}{others}")
@@ -89,13 +91,14 @@ def _with_complete_path(word: str) -> str:
     name, _, typed = word.partition("=")
     if name.lstrip("+") not in _PATHS or "=" not in word:
         return word
-    typed = re.sub(r"^(['\"]?)~(?=/)", rf"\1{Path.home()}", typed)  # a shell replaces it at the start of a word only
+    # A shell replaces ~ at the start of a word only.
+    typed = re.sub(r"((?:^|,)['\"]?)~(?=/)", lambda found: found[1] + os.path.expanduser("~"), typed)
     if name in ("ckpt_path", "init_from") and (path := _path(word)).name in ("last", "best"):
         run = _newest_run(word) if str(path) == path.name else path.parent.expanduser()
         if (run / CONFIG).is_file():
             return f"{name}={quote(run / CHECKPOINTS / 'best.ckpt' if path.name == 'best' else run)}"
-    is_bare = not typed.startswith(("'", '"'))
-    return f"{name}={quote(typed) if is_bare and _OF_NO_VALUE.search(typed) else typed}"
+    needs_quotes = _NEEDS_QUOTES.search(typed) and not _HAS_QUOTES.search(typed)
+    return f"{name}={quote(typed) if needs_quotes else typed}"
 
 
 def _newest_run(word: str) -> Path:

@@ -76,7 +76,8 @@ def test_the_flag_of_a_sweep_comes_first() -> None:
 
 
 def test_no_choice_of_a_group(project: Path) -> None:
-    assert message("seed=1", "model=null") == "model=null: give one of mlp, vit, or ~model to leave it out"
+    for word in ("model=null", "+model=null", "model=1e3", "model=inf"):
+        assert message("seed=1", word) == f"{word}: give one of mlp, vit, or ~model to leave it out"
 
 
 @pytest.mark.parametrize("word", ["ckpt_path=", "init_from=''", 'run_dir=""', "predict=", "sweep=", "data.root="])
@@ -96,6 +97,9 @@ def test_an_empty_path(word: str) -> None:
         ("run_dir=a é", "run_dir='a é'"),
         ("data.root=~/a", f"data.root={Path.home()}/a"),
         ('init_from="~/a"', f'init_from="{Path.home()}/a"'),
+        ("data.root=~/a,~/b", f"data.root={Path.home()}/a,{Path.home()}/b"),
+        ("init_from=a,'b c'", "init_from=a,'b c'"),
+        ("init_from=choice('a','b')", "init_from=choice('a','b')"),
         ("hydra.sweep.dir=it's", r"hydra.sweep.dir='it\'s'"),
         (r"run_dir=${a:b}/c d-e.f,g\h", r"run_dir=${a:b}/c d-e.f,g\h"),
         ("tags=a=b", "tags=a=b"),
