@@ -36,7 +36,9 @@ class FiniteCheck(L.Callback):
             if weight.requires_grad and not to_local(weight).isfinite().all():
                 raise _divergence(trainer, f"{name} is not finite")
         for name, buffer in pl_module.named_buffers():
-            if name in checkpoint["state_dict"] and to_local(buffer).isnan().any():
+            values = to_local(buffer)
+            is_number = not values.is_floating_point() or values.eq(values).all()  # NaN is not equal to itself
+            if name in checkpoint["state_dict"] and not is_number:
                 raise _divergence(trainer, f"{name} is NaN")
 
 
