@@ -111,21 +111,22 @@ def test_a_thousand_classes(tmp_path: Path) -> None:
     assert page.read_text().count('<td class="number" data-value="1.0">') == 20
 
 
+def page_of_metrics(folder: Path, metrics: str) -> str:
+    """Return the page of a folder that has a metrics.csv alone."""
+    folder.mkdir()
+    (folder / "metrics.csv").write_text(metrics)
+    return write_page_of(folder).read_text()
+
+
 def test_nothing_but_the_configuration(tmp_path: Path) -> None:
     """A run that failed before its first log point."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "metrics.csv").write_text("step,train/loss\n")
-    page = write_page_of(folder).read_text()
+    page = page_of_metrics(tmp_path / "run", "step,train/loss\n")
     assert "No metric was logged." in page
     assert "Ranks" not in page
 
 
 def test_a_run_of_one_row(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "metrics.csv").write_text("step,epoch,train/loss,val/loss,lr\n0,0,2.5,2.25,0.125\n")
-    page = write_page_of(folder).read_text()
+    page = page_of_metrics(tmp_path / "run", "step,epoch,train/loss,val/loss,lr\n0,0,2.5,2.25,0.125\n")
     assert "Logged once" in page
     assert all(f">{value}</td>" in page for value in (2.5, 2.25, 0.125))
 
